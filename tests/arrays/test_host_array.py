@@ -123,7 +123,7 @@ def view_of_dtype(x: Any, xp: Any, pick: random.Random) -> Any:
     size = x.element_size()
     names = {1: ("uint8", "int8"), 2: ("int16", "bfloat16"), 4: ("int32",), 8: ("int64",)}[size]
     bits = x.view(getattr(xp, pick.choice(names)))
-    if x.ndim and x.is_contiguous() and x.shape[-1] > 1:
+    if x.ndim and x.is_contiguous() and x.numel() and x.shape[-1] > 1:
         return bits, x.view(xp.uint8)
     return bits
 
@@ -316,7 +316,6 @@ METHODS = {
         lambda x, xp, pick: tuple(x.aminmax()), of.EVERY, min_size=1, signed_zeros=False
     ),
     "sum": Method(along("sum"), of.EVERY, odd=False),
-    "mean": Method(along("mean"), ("float32",), min_size=1, odd=False, tolerance=1e-6),
     "any": Method(along("any"), of.FLOATS + of.SIGNED + ("bool",)),
     "all": Method(along("all"), of.FLOATS + of.SIGNED + ("bool",)),
     "argmax": Method(along("argmax", repeated=False), of.NUMBERS, min_size=1),
@@ -340,9 +339,6 @@ METHODS = {
     "new_empty": Method(new("new_empty", is_filled=False)),
     "new_zeros": Method(new("new_zeros", is_filled=True)),
     "chunk": Method(chunk, min_dims=1),
-    "aminmax": Method(
-        lambda x, xp, pick: tuple(x.aminmax()), of.EVERY, min_size=1, signed_zeros=False
-    ),
     "mean": Method(along("mean"), of.FLOATS, min_size=1, odd=False, tolerance=1e-6),
     "index_put": Method(index_put, of.NUMBERS, 1, min_size=1, odd=False),
     "scatter_": Method(scatter, of.NUMBERS, 1, min_size=1, layouts=IN_PLACE),
@@ -353,7 +349,7 @@ METHODS = {
 }
 
 
-def test_every_method_is_compared_with_torch() -> None:
+def test_methods_are_all_compared_with_torch() -> None:
     names = {name for name, value in vars(HostArray).items() if callable(value)}
     assert {each for each in names if not each.startswith("__")} <= METHODS.keys()
 

@@ -67,7 +67,7 @@ def test_arrays_are_tensors_without_torch(monkeypatch: pytest.MonkeyPatch) -> No
     assert "torch" not in sys.modules
 
 
-def test_without_gradients_runs_in_inference_mode() -> None:
+def test_decorator_without_gradients_infers() -> None:
     weight = torch.ones(2, requires_grad=True)
 
     @without_gradients
@@ -85,7 +85,7 @@ def test_without_gradients_runs_in_inference_mode() -> None:
     assert (weight * 2).requires_grad
 
 
-def test_without_gradients_restores_the_mode_after_an_error() -> None:
+def test_decorator_without_gradients_restores_the_mode() -> None:
     @without_gradients
     def fail() -> None:
         raise KeyError("expected")
@@ -96,7 +96,7 @@ def test_without_gradients_restores_the_mode_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("is_none", [True, False], ids=["None", "absent"])
-def test_without_gradients_works_without_torch(
+def test_decorator_without_gradients_works_without_torch(
     monkeypatch: pytest.MonkeyPatch, is_none: bool
 ) -> None:
     @without_gradients

@@ -36,7 +36,7 @@ def zeros(*shape: Any, dtype: Any = None, device: Any = None) -> Any:
 
 
 def ones(*shape: Any, dtype: Any = None, device: Any = None) -> Any:
-    """Return ones."""
+    """Return an array of ones."""
     return empty(*shape, dtype=dtype).fill_(1)
 
 

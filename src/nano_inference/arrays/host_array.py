@@ -62,7 +62,7 @@ class HostArray(Base):
         return self.ndim
 
     def stride(self, dim: int | None = None) -> Any:
-        """Return the steps between neighbors, in numbers: of one dimension or of all."""
+        """Return the steps between neighbors, in numbers, for one dimension or for all."""
         steps = tuple(each // self.itemsize for each in self.strides)
         return steps if dim is None else steps[dim]
 
@@ -268,10 +268,10 @@ class HostArray(Base):
 
     def nonzero(self, as_tuple: Any = False) -> Any:
         """Return the indices of numbers other than 0, [n, dimensions], or one array each."""
-        found = super().nonzero()
+        indices = super().nonzero()
         if as_tuple:
-            return tuple(each.view(HostArray) for each in found)
-        return np.stack(found, axis=1).view(HostArray)
+            return tuple(each.view(HostArray) for each in indices)
+        return np.stack(indices, axis=1).view(HostArray)
 
     def index_select(self, dim: Any, indices: Any) -> Any:
         """Copy indices of a dimension."""
@@ -346,7 +346,7 @@ class HostArray(Base):
         return np.log(self)
 
     def square(self) -> Any:
-        """Return squares."""
+        """Return the squares of numbers."""
         return np.square(self)
 
     def div(self, other: Any, rounding_mode: str | None = None) -> Any:

@@ -15,7 +15,7 @@ from nano_inference.arrays import HOST, Device, Dtype, Tensor, host, namespace, 
 from nano_inference.checkpoints.folders import held_instead, require_plain_weights
 from nano_inference.checkpoints.folders import load_spec as load_spec
 from nano_inference.checkpoints.folders import resolve_model as resolve_model
-from nano_inference.checkpoints.gguf.file import described_by, gguf_in
+from nano_inference.checkpoints.gguf.file import described_by, gguf_in, read_model
 from nano_inference.checkpoints.gguf.weights import GgufReader
 from nano_inference.checkpoints.host_file import HostFile
 from nano_inference.checkpoints.quantised_weights import ACTIVATIONS, quantised_weight
@@ -86,6 +86,7 @@ def load_params(
     matrix: Allocate | None = None,
     part: ModelShard | None = None,
     quantization: Formats = None,
+    vector: Allocate | None = None,
 ) -> dict[str, Any]:
     """Load all parameters of a model, or of a rank's part of it.
 
@@ -106,7 +107,7 @@ def load_params(
         if part is not None and (ranks := part.position.mesh.tensor) > 1:
             require_whole_groups(spec, ranks, FILE, _file_formats(folder, whole, weights))
         quantization = _file_formats(folder, table, weights)
-    params = allocate(table, dtype, device, matrix, quantization)
+    params = allocate(table, dtype, device, matrix, quantization, vector)
     wanted = [  # excludes absent tied heads and other ranks' tensors
         (name, slot)
         for name, slot in sorted(places.items(), key=lambda item: item[0] == HEAD)
@@ -422,6 +423,16 @@ def _named(device: Device) -> str:
     if device.type != "cuda" or device.index is not None:
         return str(device)
     return f"cuda:{namespace(device).cuda.current_device()}"
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the files of a model's weights, with all parts of a split `.gguf` file.
+
+    Raises `ModelLoadError`.
+    """
+    files = _weight_files(path) if path.is_dir() else [path]
+    parts = (read_model(file).parts if file.suffix == ".gguf" else (file,) for file in files)
+    return [part for own in parts for part in own]
 
 
 def _weight_files(folder: Path) -> list[Path]:

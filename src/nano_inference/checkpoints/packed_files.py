@@ -34,7 +34,6 @@ from nano_inference.system.regular_files import open_regular, sync
 logger = logging.getLogger("nano_inference")
 
 MAGIC = b"nano-inference packed weights 1\n"
-LEAST = 16 << 20  # bytes of weights: smaller models are packed in milliseconds
 MOST_SHARE = 0.1  # largest part of the disk that all packed files may take
 ALIGNMENT = 64  # bytes, of every piece
 _PAGE = 1 << 16  # alignment of the first piece

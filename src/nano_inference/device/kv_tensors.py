@@ -12,7 +12,7 @@ from nano_inference.device.units import UnitMap, sent
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
 from nano_inference.models.sharding.shard import split_layers
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops.cpu.memory import advise_huge_pages
+from nano_inference.ops.cpu.memory import reserve
 from nano_inference.ops.kv_codes import KvFormat
 
 NO_PLACE = (-1, -1)  # marks a layer without keys
@@ -208,7 +208,7 @@ class KVStorage:
         layout, num_units = (
             (UNIFORM, num_blocks) if units is None else (units.layout, units.num_units)
         )
-        stored, xp = self.format.stored, namespace(device)
+        stored = self.format.stored
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.unit_map = units
@@ -224,13 +224,8 @@ class KVStorage:
             self.places = _places(spec, layout, layers)
         # Not initialized: every slot is written before it is read (tests fill them with NaN), and
         # touching gigabytes that may never be used takes seconds.
-        self.keys = xp.empty(shape, dtype=stored, device=device)
-        self.values = (
-            xp.empty(shape, dtype=stored, device=device) if spec.kv_tensors == 2 else self.keys
-        )
-        if device.type == "cpu":
-            for cache in self._caches:
-                advise_huge_pages(cache)
+        self.keys = reserve(shape, stored, device)
+        self.values = reserve(shape, stored, device) if spec.kv_tensors == 2 else self.keys
         lie = {place: self._lie(layer) for layer, place in enumerate(self.places)}
         self._layers = [lie[place] for place in self.places]
 

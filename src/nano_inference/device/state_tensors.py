@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nano_inference.arrays import Device, Dtype, Tensor, namespace
 from nano_inference.device.units import UnitMap
 from nano_inference.models.spec.states import StateColumn, StateSpec
-from nano_inference.ops.cpu.memory import advise_huge_pages
+from nano_inference.ops.cpu.memory import reserve
 
 
 def state_bytes(spec: StateSpec, block_size: int, dtype: Dtype) -> int:
@@ -50,17 +50,12 @@ class StateStorage:
         self.num_units = num_blocks if units is None else units.num_units
         nth = itertools.count()
         self.places = {layer: next(nth) for layer, has_state in enumerate(spec.layers) if has_state}
-        sizes, xp = (len(self.places), self.num_units), namespace(device)
+        sizes = (len(self.places), self.num_units)
         # Not initialized, like keys and values.
         self.tensors = {
-            name: xp.empty(
-                (*sizes, *_shape(column, block_size)), dtype=_dtype(column, dtype), device=device
-            )
+            name: reserve((*sizes, *_shape(column, block_size)), _dtype(column, dtype), device)
             for name, column in spec.columns.items()
         }
-        if device.type == "cpu":
-            for tensor in self.tensors.values():
-                advise_huge_pages(tensor)
 
     def column(self, layer: int, name: str) -> Tensor:
         """Return a layer's column itself: [units, ...]."""

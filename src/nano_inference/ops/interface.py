@@ -7,7 +7,7 @@ Each operation is a Protocol below that defines its signature and its meaning.
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Concatenate, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 
 from nano_inference.arrays import Device, Dtype, Tensor, namespace
 from nano_inference.ops.batches import ForwardBatch
@@ -494,6 +494,18 @@ class Allocate(Protocol):
         ...
 
 
+class Packing(NamedTuple):
+    """Allocation of weights in the pieces of an arena, which can be written to a file and mapped.
+
+    Attributes:
+        layout: Version of the memory layout. It is raised whenever the bytes of a weight change.
+        allocate: (arena of `ops.cpu.memory`) -> `Allocate` that takes all memory from it.
+    """
+
+    layout: int
+    allocate: Callable[[Any], Allocate]
+
+
 class Compile(Protocol):
     """Conversion of a trunk to a function of a batch."""
 
@@ -555,6 +567,7 @@ class Ops:
             logits.
         placed: (places, each `ops.lora.Place`) -> a function that copies one matrix to each place.
             It returns the index of the first matrix with a non-finite number, -1 if there is none.
+        packing: Allocation for files of packed weights, or None if weights are not packed.
         sums: Order in which products of bfloat16 are added up, `"pairs"` or `"tiles"`, if the
             backend has a choice (`EngineConfig.cpu_sums`).
     """
@@ -590,6 +603,7 @@ class Ops:
     partial: PartialAttention | None = None
     head_parts: "HeadParts | None" = None
     placed: Callable[[Sequence[Place]], Callable[[Sequence[Tensor]], int]] = placed
+    packing: Packing | None = None
     sums: Literal["pairs", "tiles"] | None = None
 
 

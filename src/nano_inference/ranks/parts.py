@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nano_inference.arrays import HOST, Device, dtype_name
 from nano_inference.checkpoints.loading import load_params
+from nano_inference.checkpoints.packed import load_packed
 from nano_inference.config import SELF, EngineConfig
 from nano_inference.core.sequence import DRAFT, POLICY, REFERENCE
 from nano_inference.device.backends import (
@@ -258,15 +259,7 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
             params[name] = (
                 {key: param.clone() for key, param in params[POLICY].items()}
                 if frozen_copy
-                else load_params(
-                    folder,
-                    plan.specs[name],
-                    plan.dtype,
-                    plan.device,
-                    plan.ops.allocate,
-                    plan.parts[name],
-                    plan.config.codes,
-                )
+                else _load_params(plan, name, folder)
             )
         return {
             name: Decoder(
@@ -293,6 +286,13 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
             f"the weights ({gibibytes(budget.weights)}) do not fit on {plan.device}; use a smaller "
             "model, or a card that no other program uses."
         ) from None
+
+
+def _load_params(plan: EnginePlan, name: str, folder: Path) -> dict[str, Any]:
+    spec, part, codes, ops = plan.specs[name], plan.parts[name], plan.config.codes, plan.ops
+    if plan.device is HOST and ops.packing is not None:
+        return load_packed(folder, spec, plan.dtype, plan.device, ops.packing, part, codes)
+    return load_params(folder, spec, plan.dtype, plan.device, ops.allocate, part, codes)
 
 
 def _held(plan: EnginePlan, models: Mapping[str, Decoder]) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from nano_inference.arrays import Device, Dtype, Tensor, is_tensor, namespace
@@ -20,21 +21,33 @@ def allocate(
     device: Device,
     matrix: Allocate | None = None,
     quantization: Formats = None,
+    vector: Allocate | None = None,
 ) -> dict[str, Any]:
     """Allocate parameters, uninitialized, by name.
 
-    `matrix` makes the matrices, in the formats of `quantization`. None: that of the reference
-    backend. Vectors are plain tensors.
+    Args:
+        table: Parameters.
+        dtype: Dtype of the parameters that are not always float32.
+        device: Device of the parameters.
+        matrix: Function that makes matrices. None: that of the reference backend.
+        quantization: Formats of the matrices.
+        vector: Function that makes plain tensors of a shape and dtype. None: `empty`.
     """
     if matrix is None:
         from nano_inference.ops.reference.backend import allocate as matrix  # imports torch
     xp = namespace(dtype)
+    if vector is None:
+        vector = partial(_empty, xp, device)
     return {
         param.name: matrix(param.shape, dtype, device, **_how(param, quantization))
         if len(param.shape) == 2 and not param.keep_float32
-        else xp.empty(param.shape, dtype=xp.float32 if param.keep_float32 else dtype, device=device)
+        else vector(param.shape, xp.float32 if param.keep_float32 else dtype)
         for param in table
     }
+
+
+def _empty(xp: Any, device: Device, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
+    return xp.empty(shape, dtype=dtype, device=device)
 
 
 def _how(param: ParamSpec, quantization: Formats) -> dict[str, Any]:

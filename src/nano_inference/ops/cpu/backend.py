@@ -5,6 +5,7 @@ replayed.
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from nano_inference.arrays import Device, Dtype, Tensor, dtype_for, has_dtype
@@ -28,6 +29,7 @@ from nano_inference.ops.interface import (
     LatentOps,
     Norm,
     Ops,
+    Packing,
     RopeArgs,
     Trunk,
     Weight,
@@ -36,6 +38,7 @@ from nano_inference.ops.interface import (
 from nano_inference.ops.lora import Adapted, Place
 from nano_inference.ops.settings import Latent
 
+LAYOUT = 1  # raised whenever the bytes of a packed weight change
 VERSION = 4  # raised whenever any bit of the results may change
 _MatrixPlace: Any = library.struct("MatrixPlace")
 
@@ -53,6 +56,7 @@ class CpuOps:
         self.sigmoid_gate = self.states.sigmoid_gate
         self.latent = LatentOps(self._meet, self._latent_values)
         self.arena = Arena()
+        self.packing = Packing(LAYOUT, lambda arena: partial(self.allocate, arena=arena))
         self.partial = partial_attention(self.kernels, num_threads)
         head = CpuHead(self.kernels, num_threads)
         self.logits, self.head_parts = head.logits, head.head_parts
@@ -198,14 +202,16 @@ class CpuOps:
         latent: Latent | None = None,
         form: Format | None = None,
         segments: tuple[int, ...] | None = None,
+        *,
+        arena: Arena | None = None,
     ) -> PackedWeight | LatentWeight | QuantisedWeight:
-        rows, columns = shape
+        (rows, columns), threads = shape, self.num_threads
+        arena = self.arena if arena is None else arena
         if form is not None:
-            threads, arena = self.num_threads, self.arena
             return QuantisedWeight(rows, columns, dtype, threads, form, segments, arena)
         if latent is not None:
-            return LatentWeight(rows, latent, dtype, self.num_threads, self.arena)
-        return PackedWeight(rows, columns, dtype, self.num_threads, self.arena)
+            return LatentWeight(rows, latent, dtype, threads, arena)
+        return PackedWeight(rows, columns, dtype, threads, arena)
 
     def compile(
         self, trunk: Trunk, batch: ForwardBatch, view: KvcacheView, dtype: Dtype

@@ -14,7 +14,17 @@ from typing import cast
 
 import numpy as np
 
-from nano_inference.arrays import Dtype, HostArray, Tensor, as_torch, dtype_name, host
+from nano_inference.arrays import (
+    HOST,
+    Device,
+    Dtype,
+    HostArray,
+    Tensor,
+    as_torch,
+    dtype_name,
+    host,
+    namespace,
+)
 
 CHUNK = 2**26  # bytes requested from the system in one mapping
 HUGE_PAGE = 2**21
@@ -83,6 +93,22 @@ class MappedArena(Arena):
         return piece.view(dtype).reshape(shape)
 
 
+def reserve(shape: tuple[int, ...], dtype: Dtype, device: Device) -> Tensor:
+    """Return uninitialized memory for a cache, of which often a small part is used.
+
+    On the host, pages are allocated at their first write and are never huge: the first tokens of
+    every layer and head would otherwise take a huge page each.
+    """
+    if device is not HOST:
+        return namespace(device).empty(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = _map(max(size, 1))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return host.frombuffer(memory, dtype=host.uint8)[:size].view(dtype).reshape(shape)
+
+
 def advise_huge_pages(tensor: Tensor) -> None:
     """Request huge pages for a large tensor that was just allocated. Without huge pages this does
     nothing.
@@ -120,15 +146,19 @@ def _advise(tensor: Tensor, advice: int) -> None:
 
 
 def _mapping(size: int) -> HostArray:
-    try:  # shared mappings get no huge pages
-        memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as problem:
-        if problem.errno != errno.ENOMEM:
-            raise
-        raise MemoryError(f"{size} bytes cannot be mapped: not enough memory") from None
+    memory = _map(size + HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a Linux kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     whole = host.frombuffer(memory, dtype=host.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + size]
+
+
+def _map(size: int) -> mmap.mmap:
+    try:  # shared mappings get no huge pages
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as problem:
+        if problem.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"{size} bytes cannot be mapped: not enough memory") from None

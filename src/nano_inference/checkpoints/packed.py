@@ -1,0 +1,74 @@
+"""Loading of models by their files of packed weights."""
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from nano_inference.arrays import Device, Dtype, dtype_name
+from nano_inference.checkpoints.loading import load_params, weight_files
+from nano_inference.checkpoints.packed_files import packed_file
+from nano_inference.models.parameters.param import Formats, ParamSpec
+from nano_inference.models.parameters.storage import allocate, formats_of, num_bytes
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.sharding.shard import ModelShard
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.ops.cpu.memory import RecordedArena
+from nano_inference.ops.formats import FORMATS
+from nano_inference.ops.interface import Packing
+from nano_inference.system.version import __version__
+
+logger = logging.getLogger("nano_inference")
+
+LEAST = 16 << 20  # bytes of weights: smaller models are packed in milliseconds
+
+
+def load_packed(
+    folder: Path,
+    spec: ModelSpec,
+    dtype: Dtype,
+    device: Device,
+    packing: Packing,
+    part: ModelShard | None = None,
+    quantization: Formats = None,
+) -> dict[str, Any]:
+    """Return the parameters that `load_params` returns, from the file of packed weights.
+
+    The first load of a model writes the file. Small models have none.
+
+    Raises as `load_params`.
+    """
+    table = param_table(spec, part)
+    if num_bytes(table, dtype, quantization) < LEAST:
+        matrix = packing.allocate(None)
+        return load_params(folder, spec, dtype, device, matrix, part, quantization)
+    file = packed_file(weight_files(folder), _about(table, dtype, quantization, packing))
+    if (opened := file.open()) is not None:
+        arena, notes = opened
+        formats = {name: FORMATS[form] for name, form in notes["formats"].items()}
+        try:
+            matrix = packing.allocate(arena)
+            return allocate(table, dtype, device, matrix, formats, arena.take)
+        except ValueError as problem:
+            logger.warning("removing the packed weights %s: %s", file.path, problem)
+            file.remove()
+    arena = RecordedArena()
+    matrix = packing.allocate(arena)
+    params = load_params(folder, spec, dtype, device, matrix, part, quantization, arena.take)
+    file.write(
+        arena.pieces, {"formats": {name: form.name for name, form in formats_of(params).items()}}
+    )
+    return params
+
+
+def _about(
+    table: tuple[ParamSpec, ...], dtype: Dtype, quantization: Formats, packing: Packing
+) -> dict[str, Any]:
+    """Return everything that decides the packed bytes, except the content of the files."""
+    return {
+        "package": __version__,
+        "layout": packing.layout,
+        "dtype": dtype_name(dtype),
+        "quantization": repr(quantization),
+        "parameters": hashlib.sha256(repr(table).encode()).hexdigest(),
+    }
