@@ -28,6 +28,7 @@ LLAMA = "llama-cpp-python==0.3.36"
 # imports of llama.cpp's converter that neither its source nor this environment has
 CONVERTER = "sentencepiece"
 TARGETS = (
+    "llama-cli",
     "llama-server",
     "llama-batched-bench",
     "llama-bench",
