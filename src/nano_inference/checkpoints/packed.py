@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nano_inference.arrays import Device, Dtype, dtype_name
+from nano_inference.checkpoints.gguf.file import described_by
 from nano_inference.checkpoints.loading import load_params, weight_files
 from nano_inference.checkpoints.packed_files import packed_file
 from nano_inference.models.parameters.param import Formats, ParamSpec
@@ -55,9 +56,8 @@ def load_packed(
     arena = RecordedArena()
     matrix = packing.allocate(arena)
     params = load_params(folder, spec, dtype, device, matrix, part, quantization, arena.take)
-    file.write(
-        arena.pieces, {"formats": {name: form.name for name, form in formats_of(params).items()}}
-    )
+    formats = {name: form.name for name, form in formats_of(params).items()}
+    file.write(arena.pieces, {"formats": formats, "model": str(described_by(folder) or folder)})
     return params
 
 

@@ -18,7 +18,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
@@ -157,6 +157,18 @@ def packed_file(
     about = json.loads(json.dumps(about))  # tuples become lists, as in a header
     name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
     return PackedFile(root / f"{name}.packed", about)
+
+
+def packed_files(root: Path | None = None) -> Iterator[tuple[Path, str]]:
+    """Yield the path of each packed file, and the path of the model that it was written for."""
+    root = cache_folder("packed") if root is None else root
+    for path in sorted(root.glob("*.packed")):
+        try:
+            with open_regular(path) as file:
+                header, _ = _read_header(file)
+            yield path, str(header["notes"]["model"])
+        except (OSError, ValueError, LookupError, TypeError):
+            yield path, ""
 
 
 # -- the file --------------------------------------------------------------------------------------

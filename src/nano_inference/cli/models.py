@@ -60,7 +60,8 @@ def models(
     """List the models on this machine, or remove some.
 
     The list has models from Python packages and from the Hugging Face cache. For a `.gguf` file the
-    engine keeps config.json and tokenizer, not the weights. Remove models in packages with pip.
+    engine keeps config.json and tokenizer. For any large model it keeps packed weights, which it
+    maps at the next start. Remove models in packages with pip.
     Other entries are made or downloaded again when you need them. Unused copies are `.gguf` files
     that earlier versions converted.
 
@@ -164,6 +165,15 @@ def _gguf() -> Iterator[Kept]:
         yield Kept(f"embedded/{file.name}", "joined parts", (file,), str(file))
 
 
+def _packed() -> Iterator[Kept]:
+    from nano_inference.checkpoints.packed_files import packed_files  # imports numpy
+
+    for path, model in packed_files():
+        others = (path.with_suffix(suffix) for suffix in (".stamp", ".lock"))
+        paths = (path, *(other for other in others if other.is_file()))
+        yield Kept(f"packed/{path.stem}", "packed weights", paths, model)
+
+
 def _kernels() -> Iterator[Kept]:
     folders = tuple(each for each in _folders("kernels") if each.is_dir())
     if folders:
@@ -175,4 +185,4 @@ def _folders(name: str) -> list[Path]:
     return sorted(root.iterdir()) if root.is_dir() else []
 
 
-SOURCES: tuple[Callable[[], Iterator[Kept]], ...] = (_packages, _hub, _gguf, _kernels)
+SOURCES: tuple[Callable[[], Iterator[Kept]], ...] = (_packages, _hub, _gguf, _packed, _kernels)
