@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from nano_inference.arrays import host
+from nano_inference.checkpoints.packed_files import packed_file
 from nano_inference.cli import models
+from nano_inference.ops.cpu.memory import RecordedArena
 from tests.cli.running import run
 
 
@@ -79,3 +82,17 @@ def test_cache_removal_is_rejected_before_it_starts(cache: Path, name: str, said
     assert result.exit_code == 2
     assert said in result.stderr
     assert (cache / "kernels/avx2-1/libnano.so").exists()
+
+
+def test_packed_weights_are_listed_with_their_model_and_removed(cache: Path) -> None:
+    source = cache.parent / "m.gguf"
+    arena = RecordedArena()
+    arena.take((3000,), host.uint8)
+    file = packed_file([source], {}, cache / "packed")
+    assert file.write(arena.pieces, {"model": str(source)})
+    name = f"packed/{file.path.stem}"
+    rows = {row["name"]: row for row in json.loads(run("models", "--json").stdout)}
+    assert (rows[name]["kind"], rows[name]["uses"]) == ("packed weights", str(source))
+    assert rows[name]["bytes"] > 3000
+    assert run("models", "--remove", name).exit_code == 0
+    assert not list((cache / "packed").glob(f"{file.path.stem}.*"))
