@@ -31,7 +31,9 @@ _ENUM = re.compile(r"enum class (\w+) : (\w+)")
 _METHOD = re.compile(r"[^;{}]*\([^;{}]*\) const \{[^{}]*\}")
 _CONSTANT = re.compile(r"static constexpr int (.*?);")
 _DECLARED = re.compile(r"(?:const |struct )*(\w+)(.*)", re.DOTALL)
-_FUNCTION = re.compile(r"\b(\w+)(\*?) (nano_\w+)\(([^()]*)\)")
+_FUNCTION = re.compile(
+    r'^(?:extern "C" )?(?:const )?(\w+)(\*?) (nano_\w+)\(([^()]*)\)', re.MULTILINE
+)
 
 
 @cache
@@ -90,7 +92,7 @@ def _type(name: str) -> Any:
 def declare_functions(library: ctypes.CDLL) -> None:
     """Declare the argument and result types of all functions of the kernels."""
     for kind, pointer, name, arguments in _FUNCTION.findall(_text()):
-        if kind == "return" or not hasattr(library, name):
+        if not hasattr(library, name):
             continue
         function = getattr(library, name)
         function.restype = ctypes.c_void_p if pointer else _TYPES[kind]
