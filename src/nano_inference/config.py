@@ -116,7 +116,7 @@ class EngineConfig:
             the blocks of a `.gguf` file or the codes of a quantized checkpoint, unchanged. None or
             `"none"`: plain weights of `dtype`. `"auto"`: `"file"` for a `.gguf` file on a CPU whose
             kernels multiply its blocks, unless `dtype`, another backend, several ranks or a
-            reference model need plain weights. Otherwise, and for embedded models, None. Weight
+            reference model need plain weights. Otherwise None. Weight
             updates are quantized on arrival. The engine warns of this if `"auto"` chose the blocks.
             Needs `backend="cpu"` or `"reference"`.
         device: `"cpu"`, `"cuda"`, `"cuda:N"` or `"auto"`. `"auto"` uses a GPU if there is one.

@@ -4,11 +4,9 @@ import math
 from dataclasses import replace
 
 from nano_inference.arrays import HOST, Device, Dtype, dtype_for, dtype_name
-from nano_inference.checkpoints.embedded import EMBEDDED_MODELS
 from nano_inference.checkpoints.folders import describe_model, gguf_of, load_spec
 from nano_inference.checkpoints.gguf.codes import KINDS
 from nano_inference.checkpoints.gguf.file import tensors_of
-from nano_inference.checkpoints.names import plain_name
 from nano_inference.config import SELF, EngineConfig
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.backends import bf16_gains, no_cpu_kernels_for, wants_cpu_kernels
@@ -106,15 +104,13 @@ def _allows_blocks(config: EngineConfig) -> bool:
     """Return True if no other option needs plain weights.
 
     Options that need plain weights are a dtype, several ranks, another backend, a reference model,
-    quantized drafts, and a draft model without blocks. Embedded models are always plain, because
-    trainers use them as checkpoints.
+    quantized drafts, and a draft model without blocks.
     """
     ranks = config.tensor_parallel * config.pipeline_parallel
     ranks *= config.context_parallel * config.expert_parallel
     others = (config.ref_model_path, config.draft_quantization)
     return (
         config.dtype == "auto"
-        and plain_name(config.model_path) not in EMBEDDED_MODELS
         and ranks == 1
         and all(each is None for each in others)
         and wants_cpu_kernels(config)
