@@ -95,7 +95,7 @@ def faster_setting(
     if is_open and (size := blocks_bytes(config.model_path)):
         gain = f"{gibibytes(size)}, about {4 if is_wide else 2}x faster"
         return f"--quantization file: {gain}; {_CAUTION}"
-    if is_wide and asked.dtype == "auto" and bf16_gains(config, device):
+    if is_wide and not asked.names_dtype and bf16_gains(config, device):
         return f"--dtype bfloat16: {gibibytes(weights // 2)}, about 2x faster; {_CAUTION}"
     return None
 
@@ -110,7 +110,7 @@ def _allows_blocks(config: EngineConfig) -> bool:
     ranks *= config.context_parallel * config.expert_parallel
     others = (config.ref_model_path, config.draft_quantization)
     return (
-        config.dtype == "auto"
+        not config.names_dtype
         and ranks == 1
         and all(each is None for each in others)
         and wants_cpu_kernels(config)
