@@ -24,7 +24,7 @@ CacheType = Literal["paged", "radix"]
 Speculation = Literal["none", "auto", "ngram", "suffix", "history"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton"]
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+DType = Literal["auto", "fast", "float32", "bfloat16", "float16"]
 # formats of quantized weights
 Codes = Literal["int8", "int8-32", "int4", "file"]
 Quantization = Literal["auto", "none", Codes]
@@ -104,8 +104,10 @@ class EngineConfig:
             (docs/caches.md). Needs `backend="cpu"` or `"reference"`.
         gpu_memory_utilization: Share of the GPU's memory that may be in use in total: weights, KV
             cache, workspace of a step, CUDA graphs, and the memory of other processes. CUDA only.
-        dtype: `"float32"`, `"bfloat16"`, `"float16"` or `"auto"`. `"auto"` uses the checkpoint's
-            dtype, with these exceptions. GGUF files use bfloat16 on CUDA and on CPUs that compute
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, `"auto"` or `"fast"`. `"fast"`, the default
+            of `generate`, `chat` and `serve` without `--rl`, is `"auto"`, but bfloat16 for a
+            float32 checkpoint if the CPU kernels decode faster in it. `"auto"` uses the dtype of the
+            checkpoint, with these exceptions. GGUF files use bfloat16 on CUDA and on CPUs that compute
             it faster (docs/models.md), and float32 on others. Quantized checkpoints, which are
             dequantized during loading, use bfloat16, and so does any model with `quantization`.
             Float16 checkpoints use bfloat16 on the CPU kernels, which do not support float16.
@@ -116,7 +118,7 @@ class EngineConfig:
             the blocks of a `.gguf` file or the codes of a quantized checkpoint, unchanged. None or
             `"none"`: plain weights of `dtype`. `"auto"`: `"file"` for a `.gguf` file on a CPU whose
             kernels multiply its blocks, unless `dtype`, another backend, several ranks or a
-            reference model need plain weights. Otherwise, and for embedded models, None. Weight
+            reference model need plain weights. Otherwise None. Weight
             updates are quantized on arrival. The engine warns of this if `"auto"` chose the blocks.
             Needs `backend="cpu"` or `"reference"`.
         device: `"cpu"`, `"cuda"`, `"cuda:N"` or `"auto"`. `"auto"` uses a GPU if there is one.
@@ -227,7 +229,8 @@ class EngineConfig:
     dtype: DType = option(
         "auto",
         ENGINE,
-        "Data type of weights and KV cache. auto: as in the checkpoint.",
+        "Data type of weights and KV cache. auto: as in the checkpoint. fast: bfloat16 for a "
+        "float32 checkpoint, if the CPU decodes faster in it.",
         aliases={
             "fp16": "float16",
             "half": "float16",
@@ -352,6 +355,11 @@ class EngineConfig:
         return self.speculation != "none" or self.draft_model is not None
 
     @property
+    def names_dtype(self) -> bool:
+        """True if `dtype` is a dtype, not a way to choose one."""
+        return self.dtype not in ("auto", "fast")
+
+    @property
     def codes(self) -> Codes | None:
         """Format of quantized weights. None for plain weights, and for `"auto"` until an engine is
         built from the configuration.
@@ -376,9 +384,13 @@ class EngineConfig:
 
 def with_plain_weights(config: EngineConfig) -> EngineConfig:
     """Return the config of an engine whose weights a trainer reads or sends. `quantization="auto"`
-    becomes plain weights, so that updates are not rounded.
+    becomes plain weights, so that updates are not rounded, and `dtype="fast"` becomes `"auto"`.
     """
-    return replace(config, quantization=None) if config.quantization == "auto" else config
+    return replace(
+        config,
+        quantization=None if config.quantization == "auto" else config.quantization,
+        dtype="auto" if config.dtype == "fast" else config.dtype,
+    )
 
 
 def _check_text(config: EngineConfig) -> None:

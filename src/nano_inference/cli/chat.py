@@ -29,7 +29,9 @@ _Sampling = Annotated[
         options.AS_RECOMMENDED,
     ),
 ]
-_Engine = Annotated[options.Values, FieldOptions(EngineConfig, options.ONE_ENGINE)]
+_Engine = Annotated[
+    options.Values, FieldOptions(EngineConfig, options.ONE_ENGINE, defaults={"dtype": "fast"})
+]
 _SERVER_OPTIONS = ("api_key", "api_key_file")
 
 

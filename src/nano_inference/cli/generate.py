@@ -44,7 +44,9 @@ _Sampling = Annotated[
     ),
 ]
 _CONFIG_OPTIONS = ("ref_model_path", *options.ONE_ENGINE, *options.RANKS, "rank_timeout")
-_Engine = Annotated[options.Values, FieldOptions(EngineConfig, _CONFIG_OPTIONS)]
+_Engine = Annotated[
+    options.Values, FieldOptions(EngineConfig, _CONFIG_OPTIONS, defaults={"dtype": "fast"})
+]
 _LOCAL_OPTIONS = (
     *("num_samples", "chat", "json_schema", "regex", "choice", "generation_config"),
     *("logprobs", "as_json", "top_logprobs", *_LOCAL_PARAMS, *_CONFIG_OPTIONS),

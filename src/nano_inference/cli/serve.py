@@ -23,7 +23,8 @@ _NEEDED = ("fastapi", "msgspec", "prometheus_client", "pydantic", "uvicorn", "zm
 _Server = Annotated[options.Values, FieldOptions(ServerConfig)]
 # None: larger with --rl, since a trainer may send a whole batch in one request
 _Engine = Annotated[
-    options.Values, FieldOptions(EngineConfig, defaults={"max_request_entries": None})
+    options.Values,
+    FieldOptions(EngineConfig, defaults={"dtype": "fast", "max_request_entries": None}),
 ]
 
 

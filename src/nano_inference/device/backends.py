@@ -172,15 +172,20 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: Device) -> Dtype
 
     `"auto"` is the result of `resolve_dtype` with two exceptions. Quantized weights use bfloat16,
     since their products do not depend on the dtype. If the CPU kernels run, bfloat16 replaces
-    float16, which they do not support.
+    float16, which they do not support. `"fast"` also replaces float32 if bfloat16 gains.
     """
-    if config.dtype != "auto":
+    if config.names_dtype:
         return dtype_for(device, config.dtype)
     if config.codes is not None:
         return dtype_for(device, "bfloat16")
-    name = dtype_name(
-        resolve_dtype("auto", spec, bf16_gains=bf16_gains(config, device), device=device)
-    )
+    gains = bf16_gains(config, device)
+    name = dtype_name(resolve_dtype("auto", spec, bf16_gains=gains, device=device))
+    if name == "float32" and config.dtype == "fast" and gains:
+        _tell_once(
+            "Rounding the float32 checkpoint to bfloat16, which decodes about twice as fast in "
+            "half the memory. dtype='float32' keeps full precision."
+        )
+        return dtype_for(device, "bfloat16")
     if name != "float16" or _cpu_build(config, device) is None:
         return dtype_for(device, name)
     _tell_once(

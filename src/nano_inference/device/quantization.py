@@ -4,11 +4,9 @@ import math
 from dataclasses import replace
 
 from nano_inference.arrays import HOST, Device, Dtype, dtype_for, dtype_name
-from nano_inference.checkpoints.embedded import EMBEDDED_MODELS
 from nano_inference.checkpoints.folders import describe_model, gguf_of, load_spec
 from nano_inference.checkpoints.gguf.codes import KINDS
 from nano_inference.checkpoints.gguf.file import tensors_of
-from nano_inference.checkpoints.names import plain_name
 from nano_inference.config import SELF, EngineConfig
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.backends import bf16_gains, no_cpu_kernels_for, wants_cpu_kernels
@@ -97,7 +95,7 @@ def faster_setting(
     if is_open and (size := blocks_bytes(config.model_path)):
         gain = f"{gibibytes(size)}, about {4 if is_wide else 2}x faster"
         return f"--quantization file: {gain}; {_CAUTION}"
-    if is_wide and asked.dtype == "auto" and bf16_gains(config, device):
+    if is_wide and not asked.names_dtype and bf16_gains(config, device):
         return f"--dtype bfloat16: {gibibytes(weights // 2)}, about 2x faster; {_CAUTION}"
     return None
 
@@ -106,15 +104,13 @@ def _allows_blocks(config: EngineConfig) -> bool:
     """Return True if no other option needs plain weights.
 
     Options that need plain weights are a dtype, several ranks, another backend, a reference model,
-    quantized drafts, and a draft model without blocks. Embedded models are always plain, because
-    trainers use them as checkpoints.
+    quantized drafts, and a draft model without blocks.
     """
     ranks = config.tensor_parallel * config.pipeline_parallel
     ranks *= config.context_parallel * config.expert_parallel
     others = (config.ref_model_path, config.draft_quantization)
     return (
-        config.dtype == "auto"
-        and plain_name(config.model_path) not in EMBEDDED_MODELS
+        not config.names_dtype
         and ranks == 1
         and all(each is None for each in others)
         and wants_cpu_kernels(config)
