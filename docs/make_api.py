@@ -161,7 +161,10 @@ def signature(function: Any) -> str:
     """Return a signature without `self` and without modules in annotations."""
     found = inspect.signature(function)
     kept = [each for p in found.parameters.values() if p.name != "self" for each in unpacked(p)]
-    return plain(str(found.replace(parameters=kept))).replace("Ellipsis", "...")
+    text = str(found.replace(parameters=kept))
+    if isinstance(found.return_annotation, str):  # quoted in the source
+        text = text.replace(repr(found.return_annotation), found.return_annotation)
+    return plain(text).replace("Ellipsis", "...")
 
 
 def unpacked(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:

@@ -1,7 +1,7 @@
 """The lowest versions allowed by pyproject.toml work in a separate environment.
 
-torch has no row: its right build depends on the machine, so `make ... TORCH=` chooses it for all
-tests.
+torch and the extras that bring it have no row: its right build depends on the machine, so
+`make ... TORCH=` chooses it for all tests.
 """
 
 import os
@@ -78,7 +78,7 @@ def lowest(extras: tuple[str, ...]) -> list[str]:
     return [
         re.sub(r"^([\w.-]+)>=([\w.]+)[^;]*", r"\1==\2", each)
         for each in wanted
-        if not each.startswith("torch>=")
+        if not each.startswith(("torch>=", "nano-inference[train]"))
     ]
 
 

@@ -1,10 +1,10 @@
 """Names for annotations in code that computes with `HostArray` and `torch.Tensor` alike.
 
-A type checker reads torch's classes, whose interface `HostArray` follows. At run time the names
-stand for any class, so that annotations do not import torch.
+A type checker reads torch's classes, whose interface `HostArray` follows. At run time they are
+only names, which signatures in the documentation show, so that annotations do not import torch.
 """
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NewType, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -13,4 +13,6 @@ if TYPE_CHECKING:
     Dtype: TypeAlias = torch.dtype
     Device: TypeAlias = torch.device
 else:
-    Tensor = Dtype = Device = Any
+    Tensor = NewType("Tensor", Any)
+    Dtype = NewType("Dtype", Any)
+    Device = NewType("Device", Any)
