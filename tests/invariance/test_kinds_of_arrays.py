@@ -148,7 +148,7 @@ def run(case: Case, folder: Path) -> tuple[list[TrainingSample], str, str, type]
     return samples, digest, checksum, kind
 
 
-@pytest.mark.thorough(cases=[name for name in CASES if name not in QUICK])
+@pytest.mark.thorough(but=QUICK)
 @pytest.mark.parametrize("name", CASES)
 def test_tensors_and_host_arrays_compute_the_same_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
