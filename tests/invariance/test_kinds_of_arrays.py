@@ -108,9 +108,9 @@ def drained(engine: InferenceEngine) -> list[TrainingSample]:
     return samples
 
 
-def run(case: Case, folder: Path) -> tuple[list[TrainingSample], str, str, type]:
-    """Return the samples, a hash of their final hidden states and of the weights, and the kind of
-    the weights' arrays.
+def run(case: Case, folder: Path) -> tuple[list[TrainingSample], str, dict[str, str], type]:
+    """Return the samples, hashes of final hidden states and of the weights, and the kind of the
+    weights' arrays.
     """
     options: dict[str, Any] = {"dtype": "bfloat16", "block_size": 8} | case.options
     if case.reference:
