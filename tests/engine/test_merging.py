@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.arrays import as_torch
 from nano_inference.checkpoints.lora import LoraSettings
 from nano_inference.engine import adapters
 from nano_inference.errors import (
@@ -317,7 +318,8 @@ def test_sleeping_weights_reject_merge_and_unmerge(
 ) -> None:
     # only whole pages are released, and tiny models have none
     monkeypatch.setattr(
-        "nano_inference.device.sleep.discard", lambda tensor: tensor.untyped_storage().fill_(0)
+        "nano_inference.device.sleep.discard",
+        lambda tensor: as_torch(tensor).untyped_storage().fill_(0),
     )
     beside, sums = sample(engine, "own"), engine.weights_checksum()
     refused = pytest.raises(AdapterError, match="while the weights are asleep; call wake")
