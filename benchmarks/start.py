@@ -5,7 +5,6 @@ Files and caches are warm: a first run of each command is not counted. Memory is
 process by the system's account, mapped files included.
 """
 
-import os
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from benchmarks.ours import Options
 from benchmarks.peers import install
 from benchmarks.peers.llama_cpp import clean_environment, gguf_of, llama_bin, quantised
 
+GLANCE = 0.004  # seconds between looks at a process
 PROMPT = "The capital of France is"
 COLUMNS = {
     "command": lambda row: row["engine"],
@@ -85,6 +85,7 @@ def run_once(command: Sequence[str]) -> Run:
     environment = clean_environment()
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start has compiled modules
     began = time.perf_counter()
+    peak = 0
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -93,9 +94,23 @@ def run_once(command: Sequence[str]) -> Run:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as process:
-        _, status, usage = os.wait4(process.pid, 0)
+        while process.poll() is None:
+            peak = max(peak, peak_of(process.pid))
+            time.sleep(GLANCE)
         seconds = time.perf_counter() - began
-        process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}.")
-    return Run(seconds, usage.ru_maxrss * 1024)
+    return Run(seconds, peak)
+
+
+def peak_of(pid: int) -> int:
+    """Return the peak memory of a running process in bytes, 0 if it has just ended.
+
+    The account that `wait4` returns would include the memory of this process before `exec`.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    values = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    return values[0] if values else 0
