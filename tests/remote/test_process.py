@@ -451,10 +451,11 @@ def test_several_engines_take_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(availability, "has_nvidia_device", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    chosen = [engine_process._on_its_device(EngineConfig("m"), each).device for each in range(4)]
+    config = EngineConfig("m")
+    chosen = [engine_process._on_its_device(config, number).device for number in range(4)]
     assert chosen == ["auto", "cuda:1", "cuda:0", "cuda:1"]
-    config = EngineConfig("m", device="cpu")
-    assert engine_process._on_its_device(config, 1) is config
+    on_cpu = EngineConfig("m", device="cpu")
+    assert engine_process._on_its_device(on_cpu, 1) is on_cpu
 
 
 def test_several_engines_on_the_cpu_need_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:

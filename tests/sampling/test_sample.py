@@ -472,9 +472,7 @@ def test_sampler_uses_the_seed_of_torch_without_noise() -> None:
 
 
 def test_sampler_draws_from_host_arrays_with_the_seed_of_numpy() -> None:
-    logits, temperatures = (
-        as_host(each) for each in (random_logits(64, scale=0.1), torch.ones(64))
-    )
+    logits, temperatures = as_host(random_logits(64, scale=0.1)), as_host(torch.ones(64))
     state = np.random.get_state()
     first = sample_with_logprobs(logits, temperatures)[0]
     other = sample_with_logprobs(logits, temperatures)[0]

@@ -130,9 +130,10 @@ def sample_with_logprobs(
     xp, logits = namespace(logits), logits.float()
     if noise is None:
         seeds = xp.randint(0, 2**62, (len(logits),)).tolist()
-        keys = xp.from_numpy(noise_keys([(seed, 0, 0) for seed in seeds]))
-        noise = keys.to(logits.device)
+        keys = xp.from_numpy(noise_keys([(seed, 0, 0) for seed in seeds])).to(logits.device)
+    else:
+        keys = noise
     greedy = temperatures == 0
-    drawn, logprobs, _ = race(divide(logits, xp.where(greedy, 1.0, temperatures)), noise)
+    drawn, logprobs, _ = race(divide(logits, xp.where(greedy, 1.0, temperatures)), keys)
     tokens = xp.where(greedy, logits.argmax(dim=-1), drawn)
     return tokens, xp.where(greedy, gather_logprobs(logits, tokens), logprobs)
