@@ -185,6 +185,26 @@ def adapters(
 
 
 @app.command()
+def start(
+    model: Model = "smollm2-135m",
+    files: Annotated[str, typer.Option(help="Files: BF16, Q8_0, Q4_1, Q4_0, Q4_K_M.")] = (
+        "Q4_0,Q4_K_M,Q8_0"
+    ),
+    repeats: Repeats = 9,
+    threads: Threads = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder of `make peers`.")] = None,
+    out: Out = None,
+) -> None:
+    """Measure commands that answer with one token, in turns with llama.cpp: seconds and memory."""
+    from benchmarks.peers import file_formats, install
+    from benchmarks.start import measure
+
+    options = Options(model, "auto", "auto", threads, repeats)
+    kinds = names(files, file_formats.KINDS)
+    write("start", measure(options, kinds, cache or install.CACHE), asdict(options), out, model)
+
+
+@app.command()
 def training(
     model: Model = "smollm2-135m",
     peers: Annotated[str, typer.Option(help="Dtypes of transformers.")] = "float32,bfloat16",

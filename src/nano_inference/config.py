@@ -106,10 +106,10 @@ class EngineConfig:
             cache, workspace of a step, CUDA graphs, and the memory of other processes. CUDA only.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, `"auto"` or `"fast"`. `"fast"`, the default
             of `generate`, `chat` and `serve` without `--rl`, is `"auto"`, but bfloat16 for a
-            float32 checkpoint if the CPU kernels decode faster in it. `"auto"` uses the dtype of the
-            checkpoint, with these exceptions. GGUF files use bfloat16 on CUDA and on CPUs that compute
-            it faster (docs/models.md), and float32 on others. Quantized checkpoints, which are
-            dequantized during loading, use bfloat16, and so does any model with `quantization`.
+            float32 checkpoint if the CPU kernels decode faster in it. `"auto"` uses the dtype of
+            the checkpoint, with these exceptions. GGUF files use bfloat16 on CUDA and on CPUs that
+            compute it faster (docs/models.md), and float32 on others. Quantized checkpoints, which
+            are dequantized during loading, use bfloat16, and so does any model with `quantization`.
             Float16 checkpoints use bfloat16 on the CPU kernels, which do not support float16.
         quantization: Format of the weights of layers and head: codes of 8 or 4 bits with scales,
             which the kernels multiply directly (docs/models.md). `"int8"`: 8 bits, a scale per row

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -407,3 +408,12 @@ def test_functions_of_numpy_order_along_their_axis() -> None:
 def test_wrong_arguments_are_rejected(name: str, arguments: tuple[Any, ...]) -> None:
     with pytest.raises((ValueError, IndexError)):
         getattr(host.tensor([1, 2, 3]), name)(*arguments)
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (5, 0, 3), (5,)])
+def test_empty_rows_have_the_strides_of_torch(shape: tuple[int, ...]) -> None:
+    """Kernels require adjacent columns of arrays without rows, too."""
+    array, tensor = host.zeros(shape), torch.zeros(shape)
+    none = host.tensor([], dtype=host.int64), torch.tensor([], dtype=torch.int64)
+    assert array[none[0]].stride() == tensor[none[1]].stride()
+    assert array.stride() == tensor.stride()

@@ -63,7 +63,11 @@ class HostArray(Base):
 
     def stride(self, dim: int | None = None) -> Any:
         """Return the steps between neighbors, in numbers, for one dimension or for all."""
-        steps = tuple(each // self.itemsize for each in self.strides)
+        if self.size:
+            steps = tuple(each // self.itemsize for each in self.strides)
+        else:  # numpy leaves them undefined
+            sizes = [max(size, 1) for size in self.shape]
+            steps = tuple(math.prod(sizes[at:]) for at in range(1, self.ndim + 1))
         return steps if dim is None else steps[dim]
 
     def is_contiguous(self) -> bool:
