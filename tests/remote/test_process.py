@@ -474,3 +474,9 @@ def test_unserializable_message_fails_its_own_request(caplog: pytest.LogCaptureF
     assert told[0] == Outputs([good], [4])
     assert isinstance(told[1], Refused)
     assert told[1].request_id == 7
+
+
+def test_second_engine_finds_no_card_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # any import of it fails
+    config = EngineConfig("model")
+    assert engine_process._on_its_device(config, 1) == config

@@ -74,6 +74,10 @@ def _on_its_device(config: EngineConfig, number: int) -> EngineConfig:
 
     if not number or config.device not in ("auto", "cuda") or device_of(config).type != "cuda":
         return config
+    from nano_inference.device.backends import device_of
+
+    if device_of(config).type != "cuda":
+        return config
     import torch
 
     return replace(config, device=f"cuda:{number % torch.cuda.device_count()}")
