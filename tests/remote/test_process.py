@@ -15,10 +15,13 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import torch
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead
 from nano_inference.fleet.fleet_client import FleetClient
+from nano_inference.ops.cpu.build import available_instruction_set
+from nano_inference.ops.cuda import availability
 from nano_inference.remote import engine_process, time_limits
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.engine_host import encoded
@@ -444,6 +447,26 @@ def test_idle_engine_that_hangs_is_seen_too(model: Path, monkeypatch: pytest.Mon
     play(test())
 
 
+def test_several_engines_take_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "has_nvidia_device", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = EngineConfig("m")
+    chosen = [engine_process._on_its_device(config, number).device for number in range(4)]
+    assert chosen == ["auto", "cuda:1", "cuda:0", "cuda:1"]
+    on_cpu = EngineConfig("m", device="cpu")
+    assert engine_process._on_its_device(on_cpu, 1) is on_cpu
+
+
+def test_several_engines_on_the_cpu_need_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    if available_instruction_set() is None:
+        pytest.skip("there are no CPU kernels")
+    monkeypatch.setattr(availability, "has_nvidia_device", lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    config = EngineConfig("m")
+    assert engine_process._on_its_device(config, 1) is config
+
+
 def test_unserializable_message_fails_its_own_request(caplog: pytest.LogCaptureFixture) -> None:
     good, bad = (Delta(0, 0, (1,), (-0.5,), text) for text in ("fine", "\ud800"))
     data_of_each = encoded(msgspec.msgpack.Encoder(), Outputs([good, bad], [4, 7]))
@@ -451,3 +474,9 @@ def test_unserializable_message_fails_its_own_request(caplog: pytest.LogCaptureF
     assert told[0] == Outputs([good], [4])
     assert isinstance(told[1], Refused)
     assert told[1].request_id == 7
+
+
+def test_second_engine_finds_no_card_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # any import of it fails
+    config = EngineConfig("model")
+    assert engine_process._on_its_device(config, 1) == config

@@ -185,7 +185,7 @@ def generate(
         live = len(prompts) * num_samples == 1 and is_plain
         run = _sample(built, prompts, params, num_samples, live=live)
         if as_json:
-            from nano_inference.data import json_line  # imports torch
+            from nano_inference.data import json_line
 
             for sample in run.samples:
                 typer.echo(json_line(sample))

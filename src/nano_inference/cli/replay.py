@@ -125,7 +125,7 @@ def _folders(pairs: Sequence[str]) -> dict[int, str]:
 
 
 def _read(file: Path) -> list[TrainingSample]:
-    from nano_inference.data import read_jsonl, read_parquet  # imports torch
+    from nano_inference.data import read_jsonl, read_parquet
 
     return read_parquet(file) if file.suffix == ".parquet" else read_jsonl(file)
 

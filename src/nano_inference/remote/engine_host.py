@@ -54,7 +54,7 @@ class EngineHost:
         stopped normally.
         """
         try:
-            from nano_inference.remote.core import EngineCore  # takes seconds: imports torch
+            from nano_inference.remote.core import EngineCore  # takes a while
 
             core = EngineCore(build(), self._emit)
             core.prepare()

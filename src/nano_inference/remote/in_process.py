@@ -70,7 +70,7 @@ class InProcessClient(EngineClient):
 
 
 def _build(config: EngineConfig, emit: Callable[[FromEngine], None]) -> "EngineCore":
-    from nano_inference.engine.engine import InferenceEngine  # imports torch
+    from nano_inference.engine.engine import InferenceEngine  # takes a second
     from nano_inference.remote.core import EngineCore
 
     core = EngineCore(InferenceEngine(config), emit)
