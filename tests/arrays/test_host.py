@@ -198,6 +198,16 @@ def limits(x: Any, xp: Any, pick: random.Random) -> Any:
     ]
 
 
+def randint(x: Any, xp: Any, pick: random.Random) -> Any:
+    low = pick.randrange(-(2**62), 2**62)
+    numbers = xp.randint(low, low + 9, tuple(x.shape))
+    return (
+        xp.randint(low, low + 1, tuple(x.shape)),
+        (numbers >= low).all(),
+        (numbers - low < 9).all(),
+    )
+
+
 FUNCTIONS = {
     "empty": Function(creation("empty", is_filled=False)),
     "zeros": Function(creation("zeros")),
@@ -207,6 +217,7 @@ FUNCTIONS = {
     "empty_like": Function(alike),
     "zeros_like": Function(alike),
     "arange": Function(arange),
+    "randint": Function(randint),
     "tensor": Function(tensor, ("float32", "int64", "bool")),
     "from_numpy": Function(from_numpy),
     "frombuffer": Function(frombuffer),

@@ -15,6 +15,7 @@ from nano_inference import (
     ModelLoadError,
     WeightUpdateError,
 )
+from nano_inference.arrays import dtype_for
 from nano_inference.checkpoints.loading import load_spec
 from nano_inference.device.backends import choose_ops
 from nano_inference.models.parameters.storage import form_of, num_bytes
@@ -53,7 +54,9 @@ def test_updated_engine_equals_a_fresh_engine(
     options: dict[str, Any] = {"backend": backend, "dtype": dtype, "quantization": quantization}
     fresh = build(NEW, **options)
     expected = bits(fresh.generate(PROMPT, drawn())[0])
-    rounded = {name: tensor.to(fresh.model.dtype) for name, tensor in NEW.items()}
+    rounded = {
+        name: tensor.to(dtype_for(tensor, fresh.model.dtype)) for name, tensor in NEW.items()
+    }
     for weights, blocking in ((NEW, True), (NEW, False), (rounded, True)):
         engine = build(**options)
         before = bits(engine.generate(PROMPT, drawn())[0])

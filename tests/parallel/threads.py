@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -21,6 +22,7 @@ from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.core.apply import SampledTokens
 from nano_inference.core.batch import Chunks
 from nano_inference.core.sequence import POLICY, PREVIOUS
+from nano_inference.device import backends
 from nano_inference.device.backends import choose_ops
 from nano_inference.device.kv_tensors import KVStorage, common_layout, storage_key
 from nano_inference.device.runner import ModelRunner
@@ -321,8 +323,9 @@ def mesh_engine(
 
     original, before = engine_module.assemble_all, torch.get_num_threads()
     engine_module.assemble_all = assemble_ranks  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        engine = InferenceEngine(config)
+    try:  # several ranks compute with tensors
+        with patch.object(backends, "_runs_on_host", lambda _: False):
+            engine = InferenceEngine(config)
     finally:
         engine_module.assemble_all = original
     groups = groups if groups is not None else mesh.pipeline

@@ -15,10 +15,13 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import torch
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead
 from nano_inference.fleet.fleet_client import FleetClient
+from nano_inference.ops.cpu.build import available_instruction_set
+from nano_inference.ops.cuda import availability
 from nano_inference.remote import engine_process, time_limits
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.engine_host import encoded
@@ -442,6 +445,26 @@ def test_idle_engine_that_hangs_is_seen_too(model: Path, monkeypatch: pytest.Mon
             client._heard = None  # the next heartbeat may be seconds away
 
     play(test())
+
+
+def test_several_engines_take_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "has_nvidia_device", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = EngineConfig("m")
+    chosen = [engine_process._on_its_device(config, number).device for number in range(4)]
+    assert chosen == ["auto", "cuda:1", "cuda:0", "cuda:1"]
+    on_cpu = EngineConfig("m", device="cpu")
+    assert engine_process._on_its_device(on_cpu, 1) is on_cpu
+
+
+def test_several_engines_on_the_cpu_need_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    if available_instruction_set() is None:
+        pytest.skip("there are no CPU kernels")
+    monkeypatch.setattr(availability, "has_nvidia_device", lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    config = EngineConfig("m")
+    assert engine_process._on_its_device(config, 1) is config
 
 
 def test_unserializable_message_fails_its_own_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference import SamplingParams, sample_with_logprobs
+from nano_inference.arrays import as_host
 from nano_inference.sampling.columns import Entries
 from nano_inference.sampling.logprobs import gather_logprobs, logsumexp
 from nano_inference.sampling.noise import noise_keys
@@ -467,6 +469,16 @@ def test_sampler_uses_the_seed_of_torch_without_noise() -> None:
     again = sample_with_logprobs(logits, temperatures)[0]
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_sampler_draws_from_host_arrays_with_the_seed_of_numpy() -> None:
+    logits, temperatures = as_host(random_logits(64, scale=0.1)), as_host(torch.ones(64))
+    state = np.random.get_state()
+    first = sample_with_logprobs(logits, temperatures)[0]
+    other = sample_with_logprobs(logits, temperatures)[0]
+    np.random.set_state(state)
+    assert sample_with_logprobs(logits, temperatures)[0].tolist() == first.tolist()
+    assert first.tolist() != other.tolist()
 
 
 def test_sampler_accepts_any_floating_dtype() -> None:

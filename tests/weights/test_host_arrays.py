@@ -137,7 +137,7 @@ def test_copied_tensor_may_change_before_it_is_written(source: str) -> None:
     ("value", "message"),
     [
         (np.zeros(64, np.int64), "floating point tensor, not int64; send one of"),
-        (torch.zeros(64, dtype=torch.complex64), "floating point tensor, not torch.complex64"),
+        (torch.zeros(64, dtype=torch.complex64), "floating point tensor, not complex64"),
         (np.array(["a"] * 64), "floating point tensor, not <U1"),
         ([0.0] * 64, "floating point tensor, not list"),
         (torch.empty(64, device="meta"), "dense tensor with data"),
@@ -147,7 +147,7 @@ def test_copied_tensor_may_change_before_it_is_written(source: str) -> None:
 def test_unsuitable_values_are_named(value: Any, message: str) -> None:
     message = f"{NORM!r} .*{message}"
     for manager in on_host(), on_torch():
-        with pytest.raises(WeightUpdateError, match=message.replace("int64", r"(torch\.)?int64")):
+        with pytest.raises(WeightUpdateError, match=message):
             manager.sync_blocking({NORM: value})
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample, WeightSyncManager
+from nano_inference.arrays import as_torch
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.storage import allocate
@@ -61,9 +62,9 @@ async def until(condition: Callable[[], bool], patience: float = 30.0) -> None:
 
 
 def current(engine: InferenceEngine) -> Weights:
-    """Return the engine's tensors under checkpoint names."""
+    """Return copies of the engine's weights under checkpoint names, as tensors."""
     return {
-        name: read(engine.model.params, slot).clone()
+        name: as_torch(read(engine.model.params, slot)).clone()
         for name, slot in slots(param_table(engine.model.spec)).items()
     }
 

@@ -66,6 +66,11 @@ def arange(*bounds: Any, dtype: Any = None, device: Any = None) -> Any:
     return np.arange(*bounds, dtype=dtype or (int64 if whole else float32)).view(HostArray)
 
 
+def randint(low: int, high: int, shape: Any) -> Any:
+    """Return random integers in [low, high), from numpy's default generator."""
+    return np.random.randint(low, high, shape, dtype=int64).view(HostArray)
+
+
 def tensor(values: Any, dtype: Any = None, device: Any = None) -> Any:
     """Return a copy of numbers."""
     array = np.array(values, dtype=dtype)

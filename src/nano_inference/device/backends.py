@@ -60,7 +60,9 @@ def _runs_on_host(config: EngineConfig) -> bool:
 
 def _finds_cuda() -> bool:
     """Return True if torch finds a GPU. Log the reason if it does not use an existing one."""
-    reason = "the CUDA kernels need torch, which is not installed; pip install torch."
+    reason = (
+        "the CUDA kernels need torch, which is not installed; pip install 'nano-inference[train]'."
+    )
     if importlib.util.find_spec("torch") is not None:
         import torch
 
@@ -99,7 +101,7 @@ def require_torch(what: str = "this engine") -> Any:
     except ModuleNotFoundError:
         raise ConfigError(
             f"{what} needs torch, which is not installed: only the CPU kernels on one rank run "
-            "without it; pip install torch."
+            "without it; pip install 'nano-inference[train]'."
         ) from None
     return torch
 

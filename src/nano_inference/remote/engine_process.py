@@ -70,7 +70,9 @@ def _on_its_device(config: EngineConfig, number: int) -> EngineConfig:
     """Return the configuration with a device. Several engines on one machine take its cards in
     turn.
     """
-    if not number or config.device not in ("auto", "cuda"):
+    from nano_inference.device.backends import device_of
+
+    if not number or config.device not in ("auto", "cuda") or device_of(config).type != "cuda":
         return config
     from nano_inference.device.backends import device_of
 

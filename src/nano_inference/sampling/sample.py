@@ -115,7 +115,7 @@ def sample_with_logprobs(
         logits: [batch, vocab_size], any floating dtype.
         temperatures: [batch], none negative.
         noise: Keys [batch, 2] from `sampling.noise.noise_keys`. The same keys draw the same tokens.
-            None draws fresh keys from torch's default generator.
+            None draws fresh keys from the default generator of torch, or of numpy for host arrays.
 
     Returns:
         Token ids int64 [batch] and logprobs float32 [batch].
@@ -129,11 +129,11 @@ def sample_with_logprobs(
         raise ValueError("temperatures must be at least 0.")
     xp, logits = namespace(logits), logits.float()
     if noise is None:
-        import torch
-
-        seeds = torch.randint(0, 2**62, (len(logits),)).tolist()
-        noise = torch.from_numpy(noise_keys([(seed, 0, 0) for seed in seeds])).to(logits.device)
+        seeds = xp.randint(0, 2**62, (len(logits),)).tolist()
+        keys = xp.from_numpy(noise_keys([(seed, 0, 0) for seed in seeds])).to(logits.device)
+    else:
+        keys = noise
     greedy = temperatures == 0
-    drawn, logprobs, _ = race(divide(logits, xp.where(greedy, 1.0, temperatures)), noise)
+    drawn, logprobs, _ = race(divide(logits, xp.where(greedy, 1.0, temperatures)), keys)
     tokens = xp.where(greedy, logits.argmax(dim=-1), drawn)
     return tokens, xp.where(greedy, gather_logprobs(logits, tokens), logprobs)

@@ -285,7 +285,7 @@ def _require_finite(name: str, values: Tensor, dtype: Dtype, form: Format | None
         for run in values.detach().reshape(-1).split(FINITE_RUN)
         for end in run.to(dtype).aminmax()
     ]
-    kind, xp = str(dtype), namespace(dtype)
+    kind, xp = dtype_name(dtype), namespace(dtype)
     if ends and form is not None:
         kind += f", or too large ones for {form.name}"
         ends = list(quantise_weight(xp.stack(ends)[:, None], form, [(0, 1)])[1])
@@ -300,7 +300,7 @@ def _require_patch(name: str, indices: Any, values: Any) -> None:
     _require_floating(name, values)
     integers = ("int64", "int32")
     if not is_tensor(indices) or dtype_name(indices.dtype) not in integers or indices.is_meta:
-        kind = indices.dtype if is_tensor(indices) else type(indices).__name__
+        kind = dtype_name(indices.dtype) if is_tensor(indices) else type(indices).__name__
         raise WeightUpdateError(
             f"indices of the patch of {name!r} must be an int64 tensor, not {kind}."
         )
@@ -322,7 +322,7 @@ def _require_inside(name: str, least: Tensor, most: Tensor, size: int) -> None:
 
 def _require_floating(name: str, tensor: Any) -> None:
     if not is_tensor(tensor) or dtype_name(tensor.dtype) not in WEIGHT_DTYPES:
-        kind = tensor.dtype if is_tensor(tensor) else type(tensor).__name__
+        kind = dtype_name(tensor.dtype) if is_tensor(tensor) else type(tensor).__name__
         raise WeightUpdateError(
             f"{name!r} must be a floating point tensor, not {kind}; send one of "
             f"{', '.join(WEIGHT_DTYPES)}."
