@@ -51,10 +51,7 @@ def load() -> InferenceEngine:
     console.print(str(engine.memory_budget))
     note("The KV cache holds the keys and values of all tokens so far. Sequences share its blocks.")
     console.print(f"numerics {engine.numerics.fingerprint}")
-    note(
-        "Backend, dtype, device, torch. Every sample records this line. Equal lines mean equal "
-        "bits."
-    )
+    note("Backend, dtype, device. Every sample records this line. Equal lines mean equal bits.")
     return engine
 
 
