@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = """
 import sys
@@ -49,3 +50,36 @@ def test_package_works_without_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["ModuleNotFoundError"]
+
+
+IMPORTING = """
+import sys
+import threading
+
+from nano_inference.arrays import host, is_tensor, without_gradients
+
+sys.path.insert(0, sys.argv[1])
+sys.importing, sys.may_go_on = threading.Event(), threading.Event()
+thread = threading.Thread(target=__import__, args=("torch",))
+thread.start()
+assert sys.importing.wait(60)
+assert "torch" in sys.modules
+assert without_gradients(host.zeros)(3).tolist() == [0, 0, 0] and not is_tensor([1])
+sys.may_go_on.set()
+thread.join()
+assert is_tensor([1])  # the stand-in's answer
+"""
+STAND_IN = """
+import sys
+
+sys.importing.set()
+assert sys.may_go_on.wait(60)
+is_tensor = bool
+"""
+
+
+def test_package_works_while_another_thread_imports_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(STAND_IN)
+    command = [sys.executable, "-W", "error", "-c", IMPORTING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

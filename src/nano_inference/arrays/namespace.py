@@ -81,5 +81,10 @@ def without_gradients(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _loaded_torch() -> Any:
-    """Return torch if this process has imported it."""
-    return sys.modules.get("torch")
+    """Return torch if this process has imported it.
+
+    While another thread imports it, there are no tensors yet, and its functions may be missing.
+    """
+    torch = sys.modules.get("torch")
+    is_partial = getattr(getattr(torch, "__spec__", None), "_initializing", False)
+    return None if is_partial else torch
