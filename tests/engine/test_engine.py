@@ -838,6 +838,7 @@ def test_oversized_cache_is_rejected_before_weights_are_read(
     build: Build, monkeypatch: pytest.MonkeyPatch, asked: int
 ) -> None:
     monkeypatch.setattr(parts, "load_params", None)
+    monkeypatch.setattr(parts, "load_packed", None)
     with pytest.raises(
         ConfigError,
         match=rf"kv_cache_memory of {asked / 2**30:,.1f} GiB does not fit in memory: .* are free; "

@@ -182,9 +182,15 @@ def _engine(
         kept = {param.name for param in param_table(spec)}
         return {name: param for name, param in params.items() if name in kept}
 
+    def load_packed(
+        folder: Path, spec: ModelSpec, dtype: Any, device: Any, packing: Any, *_: Any
+    ) -> dict[str, Any]:
+        return load(folder, spec, dtype, device, packing.allocate(None))
+
     with (
         patch.object(build, "load_spec", lambda _: changed),
         patch.object(parts, "load_params", load),
+        patch.object(parts, "load_packed", load_packed),
     ):
         return InferenceEngine(config)
 
