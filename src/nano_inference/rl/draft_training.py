@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
+from nano_inference.arrays import as_torch, dtype_name
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.drafts.heads import (
@@ -37,6 +38,7 @@ from nano_inference.models.taps import Taps
 from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.draft_modules import PolicyRows, eagle_rows, medusa_rows
+from nano_inference.rl.tensors import numbers, torch_dtype
 from nano_inference.sampling.scaling import scaled
 from nano_inference.system.regular_files import read_json
 from nano_inference.types import TrainingSample
@@ -156,7 +158,7 @@ class DraftTrainer:
             batch_size: Samples in each step of the optimizer.
         """
         every = self._rows(samples)
-        head = _matrix(self.engine.model.head)[self.known]
+        head = numbers(self.engine.model.head).float()[self.known]
         mean = float("nan")
         for _ in range(epochs):
             order = torch.randperm(len(every), generator=self._generator).tolist()
@@ -186,7 +188,7 @@ class DraftTrainer:
         Drafts and draws share the noise, at temperature 1 without filters. Measures at most 256
         tokens of each sample.
         """
-        head = _matrix(self.engine.model.head)
+        head = numbers(self.engine.model.head).float()
         right, seen = [0] * self.places, [0] * self.places
         for rows in self._rows(samples):
             stop = min(len(rows.token_ids), rows.first + MOST_ROWS)
@@ -283,7 +285,7 @@ class DraftTrainer:
             taps = Taps(self.spec.layer_ids)
             embedding = self._embedding
             if embedding is None:
-                embedding = _matrix(policy.params["embed"])
+                embedding = numbers(policy.params["embed"]).float()
         model = policy.twin(taps=taps)
         lengths = [len(each.prompt_tokens) + len(each.completion_tokens) for each in samples]
         blocks = -(-max(lengths) // BLOCK)
@@ -292,13 +294,13 @@ class DraftTrainer:
         for sample, length in zip(samples, lengths, strict=True):
             ids = [*sample.prompt_tokens, *sample.completion_tokens]
             sample_rows = Rows(ids, 0, range(blocks))
-            batch = batch_of_rows([sample_rows], BLOCK, draws=range(length))
-            hidden = model.forward(batch, storage).hidden
+            batch = batch_of_rows([sample_rows], BLOCK, draws=range(length), device=policy.device)
+            hidden = as_torch(model.forward(batch, storage).hidden)
             computed.append(
                 PolicyRows(
                     token_ids=torch.tensor(ids),
                     hidden=hidden.float().clone(),
-                    taps=torch.empty(length, 0) if taps is None else taps.rows(),
+                    taps=torch.empty(length, 0) if taps is None else as_torch(taps.rows()),
                     embedded=torch.empty(length, 0)
                     if embedding is None
                     else embedding[torch.tensor(ids)].float(),
@@ -311,7 +313,7 @@ class DraftTrainer:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors by their public names, in the policy's dtype."""
-        dtype = self.engine.model.dtype
+        dtype = torch_dtype(self.engine.model.dtype)
         return {
             re.sub(r"^layers\.0\.", self._layer_name, name): param.detach().to(dtype)
             for name, param in self.params.items()
@@ -332,7 +334,7 @@ class DraftTrainer:
         if self._embedding is not None:
             tensors["embed_tokens.weight"] = self._embedding.contiguous()
         tensors |= self._map()
-        config = {**self._config, "torch_dtype": str(self.engine.model.dtype).split(".")[1]}
+        config = {**self._config, "torch_dtype": dtype_name(self.engine.model.dtype)}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         unfinished = folder / f"{WEIGHTS}.part"
         save_file(tensors, unfinished, metadata={"format": "pt"})
@@ -438,7 +440,7 @@ def _initial(
     Projections start as copies of the policy's. Medusa's blocks start by adding nothing. The input
     of EAGLE-3's layer starts as mostly the last of the three taps.
     """
-    head = _matrix(policy.head)[known]
+    head = numbers(policy.head).float()[known]
     params: dict[str, Tensor] = {}
     for source in (source for param in table_of(spec) for source in param.sources):
         if "lm_head" in source.name:
@@ -452,7 +454,7 @@ def _initial(
     if isinstance(spec, EagleSpec):
         hidden = spec.layer.hidden_size
         params["fc.weight"][:, -hidden:] += torch.eye(hidden)
-        norm = policy.params["norm"].float()
+        norm = numbers(policy.params["norm"]).float()
         params["norm.weight"] = norm + policy.spec.norm_offset
     return params
 
@@ -477,8 +479,3 @@ def _config_of(spec: HeadsSpec, policy: ModelSpec, known: int) -> dict[str, Any]
         "draft_vocab_size": known,
         "eagle_aux_hidden_state_layer_ids": list(spec.layer_ids),
     }
-
-
-def _matrix(param: Any) -> Tensor:
-    """Return a weight as a plain float32 tensor."""
-    return (param if isinstance(param, Tensor) else param.read()).float()

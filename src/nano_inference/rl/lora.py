@@ -36,13 +36,13 @@ from nano_inference.core.sequence import POLICY
 from nano_inference.engine.adapters import AdapterInfo
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import AdapterError, ConfigError
-from nano_inference.models.parameters.storage import numbers_of
 from nano_inference.models.parameters.table import param_table
 from nano_inference.ops.lora import HEAD, Adapter
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states
 from nano_inference.rl.scoring import BatchScores, ScoreBatch, score_batch
 from nano_inference.rl.scoring_module import ScoringModule, place_param, sum_of_parts
+from nano_inference.rl.tensors import numbers, torch_device
 from nano_inference.rl.torch_decoder import LORA
 from nano_inference.types import KvPolicy
 
@@ -214,7 +214,7 @@ class LoraPolicy(ScoringModule):
     def _gradients(
         self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
     ) -> dict[str, Tensor]:
-        device = self.engine.model.device
+        device = torch_device(self.engine.model.device)
 
         def compute(part: MicroBatch) -> dict[str, Tensor]:
             with torch.enable_grad():
@@ -262,8 +262,8 @@ class _Frozen(Mapping[str, Tensor]):
         self._float32 = {p.name for p in param_table(engine.spec) if p.keep_float32}
 
     def __getitem__(self, name: str) -> Tensor:
-        numbers = numbers_of(self._params[name])
-        return numbers.float() if name in self._float32 else numbers.to(self._dtype)
+        weight = numbers(self._params[name])
+        return weight.float() if name in self._float32 else weight.to(self._dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._params)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nano_inference.arrays import as_torch, torch_cpu
 from nano_inference.checkpoints.loading import load_params
 from nano_inference.config import EngineConfig
 from nano_inference.core.sequence import POLICY
@@ -18,7 +19,7 @@ from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.storage import allocate, form_of, formats_of
 from nano_inference.models.parameters.table import param_table
-from nano_inference.models.parameters.values import as_held, read, write
+from nano_inference.models.parameters.values import read
 from nano_inference.models.routes import RouteRecord
 from nano_inference.rl.checkpoint import (
     as_stored,
@@ -36,6 +37,7 @@ from nano_inference.rl.scoring_module import (
     require_chosen_codes,
     sum_of_parts,
 )
+from nano_inference.rl.tensors import held, torch_device, torch_dtype, write_tensors
 from nano_inference.weights.update import WeightUpdate
 
 WEIGHT_SET = "trainer"
@@ -135,11 +137,13 @@ class PolicyModel(ScoringModule):
         require_savable(self.engine.model_folder, self.engine.spec)
         model = self.engine.model  # may hold norms in float32
         dtypes = {
-            name: dtype or model.params[slot.param].dtype for name, slot in self._slots.items()
+            name: dtype or torch_dtype(model.params[slot.param].dtype)
+            for name, slot in self._slots.items()
         }
         weights = {name: param.detach().to(dtypes[name]) for name, param in self.named_parameters()}
         weights = as_stored(weights, self.engine.spec, self._table)
-        save_checkpoint(Path(folder), self.engine.model_folder, weights, dtype or model.dtype)
+        named = dtype or torch_dtype(model.dtype)
+        save_checkpoint(Path(folder), self.engine.model_folder, weights, named)
         if masters:
             save_masters(Path(folder), dict(self.named_parameters()))
 
@@ -179,7 +183,7 @@ class PolicyModel(ScoringModule):
 
         `scored` holds the gradients of the sequences' logprobs.
         """
-        device = self.engine.model.device
+        device = torch_device(self.engine.model.device)
         params = self._cast(values)
         wanted = {slot.param for name, slot in self._slots.items() if values[name].requires_grad}
         head = params[self._decoder.head].float()
@@ -198,7 +202,7 @@ class PolicyModel(ScoringModule):
     def _part(self, totals: Mapping[str, Tensor], name: str) -> Tensor:
         slot = self._slots[name]
         if slot.param not in totals:  # all gradients of logprobs were 0
-            return torch.zeros(slot.shape, device=self.engine.model.device)
+            return torch.zeros(slot.shape, device=torch_device(self.engine.model.device))
         return totals[slot.param].narrow(0, slot.start, slot.shape[0])
 
     def _cast(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -207,17 +211,18 @@ class PolicyModel(ScoringModule):
         Quantized ones are dequantized.
         """
         model, products = self.engine.model, self._decoder.dtype
+        dtype = torch_dtype(model.dtype)
         params: dict[str, Tensor] = {}
         for param in self._table:
             parts = {each.name: values[each.name].detach() for each in param.sources}
             if form_of(model.params[param.name]) is not None:
                 parts = {
-                    name: as_held(model.params, self._slots[name], part)
+                    name: held(model.params, self._slots[name], part)
                     for name, part in parts.items()
                 }
             whole = next(iter(parts.values())) if len(parts) == 1 else torch.cat([*parts.values()])
             params[param.name] = (
-                whole.float() if param.keep_float32 else whole.to(model.dtype).to(products)
+                whole.float() if param.keep_float32 else whole.to(dtype).to(products)
             )
         return params
 
@@ -280,9 +285,7 @@ class _TrainerWeights:
         self._decoder.close()
 
     def _write(self, params: Mapping[str, Tensor]) -> int:
-        with torch.no_grad():
-            for name, param in params.items():
-                write(self._decoder.params, self._slots[name], param)
+        write_tensors(self._decoder.params, self._slots, params)
         return self.engine.loop.sequences.versions[self.name] + 1
 
 
@@ -293,13 +296,13 @@ def _initial_weights(engine: InferenceEngine, dtype: torch.dtype) -> dict[str, T
     """
     spec, model = engine.spec, engine.model
     initial: dict[str, Tensor] = {}
-    checkpoint = load_params(engine.model_folder, spec, torch.float32, torch.device("cpu"))
+    checkpoint = load_params(engine.model_folder, spec, torch.float32, torch_cpu())
 
     def take() -> None:
         for name, slot in slots(param_table(spec)).items():
-            serving = read(model.params, slot)
-            exact = read(checkpoint, slot).to(model.device)
-            same = torch.equal(as_held(model.params, slot, exact), serving)
+            serving = as_torch(read(model.params, slot))
+            exact = read(checkpoint, slot).to(serving.device)
+            same = torch.equal(held(model.params, slot, exact), serving)
             initial[name] = (exact if same else serving).to(dtype, copy=True)
 
     engine.shared.between_steps(POLICY, take)

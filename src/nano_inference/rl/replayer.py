@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
+from nano_inference.arrays import without_gradients
 from nano_inference.core.sequence import REFERENCE
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.runner import Sampled
@@ -27,7 +27,7 @@ from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.history import Stretch, stretches, versions_of, was_sampled
 from nano_inference.rl.versions import VersionedDecoders, Weights
-from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
+from nano_inference.sampling.tensors import DrawRequest, sampling_batch
 from nano_inference.structured.matching import GrammarState
 from nano_inference.types import (
     SamplingMask,
@@ -139,7 +139,7 @@ class Replayer:
         after = [prompt + index + 1 for index, own in enumerate(sampled) if not own]
         return Draws(sample, params, stop_ids, DraftGrammar(first.fork, [prompt, *after]))
 
-    @torch.inference_mode()
+    @without_gradients
     def replay(self, sample: TrainingSample) -> TrainingSample:
         """Replay one sample, as the function `replay` does."""
         engine = self.engine
@@ -196,9 +196,12 @@ class Replayer:
             end = min(start + MOST_ROWS, len(tokens) - 1)
             scores = [(row - start, tokens[row + 1]) for row in range(max(start, first), end)]
             batch = batch_of_rows(
-                [Rows(tokens[start:end], start, table)], storage.block_size, scores=scores
+                [Rows(tokens[start:end], start, table)],
+                storage.block_size,
+                scores=scores,
+                device=model.device,
             )
-            logprobs += model.forward(to_device(batch, model.device), storage).scores.tolist()
+            logprobs += model.forward(batch, storage).scores.tolist()
         return tuple(logprobs)
 
 
@@ -342,8 +345,9 @@ class _Run:
             draws=[row - start for row in drawing],
             scores=[(row - start, self.tokens[row + 1]) for row in to_score],
             num_best=self.params.prompt_top_logprobs if to_score else 0,
+            device=model.device,
         )
-        result = model.forward(to_device(batch, model.device), self.storage)
+        result = model.forward(batch, self.storage)
         self.prompt_scores += result.scores.tolist()
         if result.best is not None:
             self.prompt_best += itertools.starmap(
@@ -355,7 +359,7 @@ class _Run:
             self.how.request(self.tokens, index, row + 1) for index, row in enumerate(drawing)
         ]
         sampled = Sampled(
-            model.draw(result.hidden, to_device(sampling_batch(requests), model.device)),
+            model.draw(result.hidden, sampling_batch(requests, model.device)),
             result.scores,
         ).wait()
         rows = range(len(drawing))

@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from nano_inference.arrays import has_dtype
 from nano_inference.checkpoints.loading import cpu_multiplies_bf16
 from nano_inference.config import EngineConfig, require_count, with_plain_weights
 from nano_inference.engine.engine import InferenceEngine
@@ -28,6 +30,7 @@ from nano_inference.rl.scoring import (
     TokenIds,
     check_batch,
 )
+from nano_inference.rl.tensors import rotation, torch_dtype
 from nano_inference.rl.torch_decoder import TorchDecoder
 
 
@@ -62,7 +65,9 @@ class ScoringModule(nn.Module):
         """Return the model for backward. Raises `ConfigError` if its dtype is unsupported."""
         model, products = self.engine.model, dtype_of_products(self.engine, gradient_dtype)
         kept = self.engine.runner.storage.format
-        return TorchDecoder(model.spec, model.ropes, model.embed_scale, products, kept)
+        kept = replace(kept, dtype=torch_dtype(kept.dtype))
+        ropes = [rotation(rope) for rope in model.ropes]
+        return TorchDecoder(model.spec, ropes, model.embed_scale, products, kept)
 
     def logprobs(
         self,
@@ -184,7 +189,8 @@ def dtype_of_products(engine: InferenceEngine, asked: torch.dtype | None) -> tor
         raise ConfigError(f"gradient_dtype={asked} must be torch.float32, torch.bfloat16 or None.")
     model = engine.model
     native = model.device.type != "cpu" or cpu_multiplies_bf16()
-    return asked or (torch.bfloat16 if model.dtype == torch.bfloat16 and native else torch.float32)
+    narrow = has_dtype(model, "bfloat16") and native
+    return asked or (torch.bfloat16 if narrow else torch.float32)
 
 
 def sum_of_parts(

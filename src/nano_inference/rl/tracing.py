@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from nano_inference.arrays import Dtype, Tensor, as_torch, namespace
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.slots import slots
@@ -26,7 +26,7 @@ from nano_inference.ops.interface import Norm, Ops
 from nano_inference.rl.comparison import OF_PROMPT, Difference
 from nano_inference.rl.history import stretches
 from nano_inference.rl.replayer import MOST_ROWS, Draws, Replayer
-from nano_inference.sampling.tensors import sampling_batch, to_device
+from nano_inference.sampling.tensors import sampling_batch
 from nano_inference.types import TrainingSample
 
 # The last rows are computed one at a time, earlier ones in one chunk. The difference is in the last
@@ -111,9 +111,8 @@ def weights_sha256(model: Decoder) -> str:
     digest = hashlib.sha256()
     for name, slot in sorted(slots(param_table(model.spec)).items()):
         digest.update(name.encode())
-        digest.update(
-            read(model.params, slot).contiguous().view(torch.uint8).cpu().numpy().tobytes()
-        )
+        held = as_torch(read(model.params, slot))
+        digest.update(held.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -224,7 +223,7 @@ class _Schedules:
                 self.draws.request(self.tokens, row, position)
                 for row, position in enumerate(positions)
             ]
-            batch = to_device(sampling_batch(requests), rows.device)
+            batch = sampling_batch(requests, rows.device)
             draw = ops.sample(rows, weight, scale, batch)
             parts = (draw.token_ids, draw.logprobs, draw.raw_logprobs, draw.log_kept_mass)
             marks = [_marks(part[:, None]) * (3**place) for place, part in enumerate(parts)]
@@ -242,15 +241,10 @@ class _Schedules:
             hidden.append(_marks(model.forward(batch, self.storage).hidden))
         assert batch is not None
         trace = _Trace()
+        places = namespace(model.device).arange(len(self.tokens), device=model.device)
         for layer in range(model.spec.num_layers):
             trace.steps.append(_Step(layer, "keys and values"))
-            trace.marks.append(
-                [
-                    _stored_marks(
-                        self.storage, layer, torch.arange(len(self.tokens), device=model.device)
-                    )
-                ]
-            )
+            trace.marks.append([_stored_marks(self.storage, layer, places)])
         trace.steps.append(_Step(None, "rms_norm (norm)"))
         trace.marks.append(hidden)
         return trace
@@ -259,10 +253,8 @@ class _Schedules:
         start, size = 0, self.storage.block_size
         for end in ends:
             rows = Rows(self.tokens[start:end], start, self.table[: -(-end // size)])
-            yield (
-                start,
-                to_device(batch_of_rows([rows], size, draws=range(end - start)), self.model.device),
-            )
+            draws, device = range(end - start), self.model.device
+            yield start, batch_of_rows([rows], size, draws=draws, device=device)
             start = end
 
 
@@ -334,7 +326,7 @@ class _Tracer:
         return traced
 
 
-def _plain(ops: Ops, dtype: torch.dtype) -> Ops:
+def _plain(ops: Ops, dtype: Dtype) -> Ops:
     """Return operations for single calls.
 
     A backend that compiles leaves products in float32 and lets the gate round them.
@@ -367,7 +359,7 @@ def _stored_marks(view: KVStorage, layer: int, slots: Tensor) -> Tensor:
     The block table is 0, 1, 2 ..., so that slots are positions.
     """
     keys, values = view.gather(layer, slots)  # [kv heads, N, head_dim]
-    return _marks(torch.cat([keys, values]).transpose(0, 1))
+    return _marks(torch.cat([as_torch(keys), as_torch(values)]).transpose(0, 1))
 
 
 def _marks(rows: Tensor) -> Tensor:
@@ -375,7 +367,7 @@ def _marks(rows: Tensor) -> Tensor:
 
     Integer sums do not depend on their order.
     """
-    bits = rows.contiguous().view(len(rows), -1)
+    bits = as_torch(rows).contiguous().view(len(rows), -1)
     bits = bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]).long()
     factors = torch.randint(
         -(2**62), 2**62, (bits.shape[1],), generator=torch.Generator().manual_seed(bits.shape[1])
