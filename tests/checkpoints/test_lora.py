@@ -163,7 +163,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {f"{Q}.lora_A.weight": torch.ones(65, 64), f"{Q}.lora_B.weight": torch.ones(64, 65)},
         "rank 65 of 'model.layers.0.self_attn.q_proj' exceeds max_lora_rank=64",
     ),
-    "integers": ({f"{Q}.lora_A.weight": torch.ones(RANK, 64).int()}, "int32, not a floating point dtype"),
+    "integers": (
+        {f"{Q}.lora_A.weight": torch.ones(RANK, 64).int()},
+        "int32, not a floating point dtype",
+    ),
     "nan": ({f"{Q}.lora_A.weight": torch.full((RANK, 64), torch.nan)}, "is not finite"),
     "no numbers": ({f"{Q}.lora_A.weight": WithoutNumbers(RANK, 64)}, "that holds its numbers"),
     "negative bits": (

@@ -19,6 +19,7 @@ from nano_inference import (
     InvalidRequest,
     SamplingParams,
 )
+from nano_inference.arrays import as_torch
 from nano_inference.checkpoints import loading
 from nano_inference.checkpoints.loading import load_spec, resolve_dtype
 from nano_inference.models.parameters.slots import slots
@@ -43,7 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def serving(engine: InferenceEngine) -> dict[str, Tensor]:
     places = slots(param_table(engine.spec))
-    return {name: read(engine.model.params, slot).clone() for name, slot in places.items()}
+    return {
+        name: as_torch(read(engine.model.params, slot)).clone() for name, slot in places.items()
+    }
 
 
 def drawn_and_scored(model: PolicyModel) -> tuple[list[list[int]], list[list[int]]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.arrays import as_torch, of_kind
 from nano_inference.ops.interface import Ops
 from nano_inference.rl.comparison import Difference, differences
 from nano_inference.rl.replayer import Replayer
@@ -84,7 +85,8 @@ def splits_k_by_rows(param: str) -> Break:
 
 
 def other_bits(rows: Tensor) -> Tensor:
-    return rows.nextafter(torch.tensor(1e9, dtype=rows.dtype))
+    tensor = as_torch(rows)
+    return of_kind(rows, tensor.nextafter(torch.tensor(1e9, dtype=tensor.dtype)))
 
 
 def breaks(operation: str, layer: int | None = None) -> Break:
