@@ -34,8 +34,8 @@ def contents(arena: MappedArena) -> list[Any]:
     return [arena.take(shape, getattr(host, dtype)) for shape, dtype in SHAPES]
 
 
-def require_equal(found: PackedFile, seed: int = 0) -> None:
-    opened = found.open()
+def require_equal(file: PackedFile, seed: int = 0) -> None:
+    opened = file.open()
     assert opened is not None
     arena, notes = opened
     assert notes == NOTES
@@ -99,13 +99,13 @@ def test_packed_file_hashes_an_unchanged_source_once(
 def test_packed_file_with_a_flipped_bit_is_removed(written: PackedFile, where: float) -> None:
     written.path.chmod(0o644)
     size, times = written.path.stat().st_size, written.path.stat()
-    place = int(where * size) if where != 0.001 else 60  # in the header
-    if place > 60:
-        place = max(place, packed_files._PAGE)  # padding of the header is not part of the file
+    offset = int(where * size) if where != 0.001 else 60  # in the header
+    if offset > 60:
+        offset = max(offset, packed_files._PAGE)  # padding of the header is not part of the file
     with written.path.open("r+b") as file:
-        file.seek(place)
+        file.seek(offset)
         (byte,) = file.read(1)
-        file.seek(place)
+        file.seek(offset)
         file.write(bytes([byte ^ 4]))
     os.utime(written.path, ns=(times.st_atime_ns, times.st_mtime_ns))  # a silent fault
     assert written.open() is None

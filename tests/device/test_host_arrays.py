@@ -179,7 +179,7 @@ def host_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("host_arrays")
-def test_one_rank_with_cpu_kernels_has_the_host_device(
+def test_device_of_chooses_the_host_for_one_rank_on_cpu_kernels(
     options: dict[str, Any], is_host: bool
 ) -> None:
     assert device_of(EngineConfig("m", **options)) == (HOST if is_host else CPU)
@@ -252,9 +252,9 @@ def test_missing_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numerics_of_the_cpu_kernels_do_not_name_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     config, ops = EngineConfig("m"), replace(reference_ops(), name="cpu")
-    found = numerics_of(config, ops, cast("Any", host.bfloat16), HOST)
-    assert found.fingerprint == f"cpu-{ops.version}/bfloat16/cpu"
-    assert found == numerics_of(config, ops, torch.bfloat16, CPU)
+    numerics = numerics_of(config, ops, cast("Any", host.bfloat16), HOST)
+    assert numerics.fingerprint == f"cpu-{ops.version}/bfloat16/cpu"
+    assert numerics == numerics_of(config, ops, torch.bfloat16, CPU)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert found == numerics_of(config, ops, torch.bfloat16, CPU)
+    assert numerics == numerics_of(config, ops, torch.bfloat16, CPU)
     assert "/torch-" in numerics_of(config, reference_ops(), torch.bfloat16, CPU).fingerprint

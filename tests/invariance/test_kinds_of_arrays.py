@@ -127,8 +127,8 @@ def run(case: Case, folder: Path) -> tuple[list[TrainingSample], str, dict[str, 
         for _ in range(2):  # the second time with prefixes in the cache
             samples += engine.generate([*map(list, PROMPTS)], params)
         assert any(each.cached_tokens for each in samples)
-        for prompt, each in zip(PROMPTS, params, strict=True):
-            engine.add_request(list(prompt), each, num_samples=2)
+        for prompt, sampling in zip(PROMPTS, params, strict=True):
+            engine.add_request(list(prompt), sampling, num_samples=2)
         for _ in range(4):
             samples += engine.step()
         if case.updated:  # while requests run
