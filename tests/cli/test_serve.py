@@ -30,7 +30,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Configs:
 def test_serve_uses_defaults_without_options(started: Configs) -> None:
     result = run("serve", "smollm2-135m")
     assert result.exit_code == 0, result.stderr
-    assert started == [(EngineConfig("smollm2-135m"), ServerConfig())]
+    assert started == [(EngineConfig("smollm2-135m", dtype="fast"), ServerConfig())]
 
 
 def other(value: Any, kind: str) -> Any:

@@ -15,9 +15,12 @@ from nano_inference import (
     InferenceEngine,
     SamplingParams,
 )
+from nano_inference.arrays import HOST, host
 from nano_inference.checkpoints.embedded import find_embedded
-from nano_inference.config import with_plain_weights
+from nano_inference.checkpoints.folders import describe_model, load_spec
+from nano_inference.config import DType, with_plain_weights
 from nano_inference.device import backends, quantization
+from nano_inference.device.backends import bf16_gains, choose_dtype
 from nano_inference.device.quantization import blocks_bytes, settle_quantization, told_weights
 from nano_inference.models.parameters.storage import formats_of
 from nano_inference.rl import LoraPolicy, PolicyModel
@@ -74,11 +77,26 @@ def test_gguf_engine_computes_with_its_blocks(folder: Path) -> None:
 
 
 @NEEDS_COMPILER
-def test_auto_is_plain_for_models_that_packages_carry() -> None:
-    asked = EngineConfig("SmolLM2-135M", device="cpu")
-    assert settle_quantization(asked, CPU).quantization is None
+@pytest.mark.parametrize("dtype", ["auto", "fast"])
+def test_auto_chooses_blocks_for_models_that_packages_carry(dtype: DType) -> None:
+    asked = EngineConfig("SmolLM2-135M", device="cpu", dtype=dtype)
+    assert settle_quantization(asked, CPU).quantization == "file"
     file = str(find_embedded("smollm2-135m"))
     assert settle_quantization(replace(asked, model_path=file), CPU).quantization == "file"
+
+
+@NEEDS_COMPILER
+def test_fast_rounds_large_float32_checkpoints_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load_spec(describe_model("smollm2-135m"))
+    wide = replace(spec, checkpoint_dtype="float32", quantized_source=False)
+    small = replace(wide, num_layers=1, vocab_size=1000)
+    for dtype in ("auto", "fast"):
+        config = EngineConfig("m", device="cpu", dtype=dtype)
+        rounded = dtype == "fast" and bf16_gains(config, HOST)
+        assert choose_dtype(config, wide, HOST) == (host.bfloat16 if rounded else host.float32)
+        assert choose_dtype(config, small, HOST) == host.float32
+    monkeypatch.setattr(backends, "bf16_gains", lambda *_: False)
+    assert choose_dtype(EngineConfig("m", dtype="fast"), wide, HOST) == host.float32
 
 
 @NEEDS_COMPILER

@@ -169,10 +169,12 @@ def load_engine(config: "EngineConfig") -> "InferenceEngine":
 
 def _tell_of_rounding(engine: "InferenceEngine", asked: "EngineConfig") -> None:
     """Print a line if weights are less precise than the checkpoint and you did not choose that."""
+    if asked.dtype != "fast":
+        return
     dtype = str(engine.model.dtype)
     is_plain = engine.config.codes is None and engine.spec.quantisation is None
     wide = engine.spec.checkpoint_dtype == "float32" and not engine.spec.quantized_source
-    if asked.dtype == "fast" and is_plain and wide and dtype.endswith("bfloat16"):
+    if is_plain and wide and dtype.endswith("bfloat16"):
         line = "the float32 checkpoint is computed in bfloat16; --dtype float32 keeps its digits"
         errors.print(line, style="dim", soft_wrap=True)
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import psutil
 
-from nano_inference.arrays import HOST, Device, Dtype, dtype_for, dtype_name
+from nano_inference.arrays import HOST, Device, Dtype, dtype_for, dtype_name, host
 from nano_inference.checkpoints.loading import resolve_dtype
 from nano_inference.config import Backend, EngineConfig
 from nano_inference.core.sequence import DRAFT
 from nano_inference.errors import ConfigError
 from nano_inference.features import ATTENTION_OF, ENGINE_LIMITS, Runs, Setting, require
+from nano_inference.models.parameters.storage import num_bytes
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.traits import traits_of
@@ -34,6 +35,7 @@ _NONE: Specs = {}
 # Builds of the CPU kernels that compute bfloat16 at least as fast as float32. Measurements are in
 # docs/models.md. The neon build was not measured.
 FAST_BF16 = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2")
+LEAST = 32 << 20  # bytes of weights: smaller models stay in the processor's caches in any format
 MakeOps = Callable[[int], Ops]  # argument: number of blocks, which flex attention compiles for
 
 
@@ -182,7 +184,8 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: Device) -> Dtype
         return dtype_for(device, "bfloat16")
     gains = bf16_gains(config, device)
     name = dtype_name(resolve_dtype("auto", spec, bf16_gains=gains, device=device))
-    if name == "float32" and config.dtype == "fast" and gains:
+    size = num_bytes(param_table(spec), host.float32)
+    if name == "float32" and config.dtype == "fast" and gains and size >= LEAST:
         _tell_once(
             "Rounding the float32 checkpoint to bfloat16, which decodes about twice as fast in "
             "half the memory. dtype='float32' keeps full precision."

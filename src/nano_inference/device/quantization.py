@@ -9,14 +9,13 @@ from nano_inference.checkpoints.gguf.codes import KINDS
 from nano_inference.checkpoints.gguf.file import tensors_of
 from nano_inference.config import SELF, EngineConfig
 from nano_inference.core.sequence import POLICY
-from nano_inference.device.backends import bf16_gains, no_cpu_kernels_for, wants_cpu_kernels
+from nano_inference.device.backends import LEAST, bf16_gains, no_cpu_kernels_for, wants_cpu_kernels
 from nano_inference.device.memory import gibibytes
 from nano_inference.ops.cpu.build import available_instruction_set
 from nano_inference.ops.formats import FILE, FORMATS
 
 LEAST_IN_BLOCKS = 0.5  # least share of weights in blocks that the kernels multiply
 _CAUTION = "answers may differ slightly"
-LEAST = 32 << 20  # bytes of weights: smaller models stay in the processor's caches in any format
 
 
 def settle_quantization(config: EngineConfig, device: Device) -> EngineConfig:
