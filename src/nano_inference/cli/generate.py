@@ -14,7 +14,6 @@ from nano_inference.cli import options
 from nano_inference.cli.field_options import FieldOptions
 from nano_inference.cli.help_texts import HelpAll
 from nano_inference.cli.prompts import Prompt, as_chat, read_prompts, title
-from nano_inference.cli.remote_generate import generate_on
 from nano_inference.cli.terminal import (
     Interruptible,
     colored,
@@ -29,7 +28,6 @@ from nano_inference.cli.terminal import (
 from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest, ModelLoadError
 from nano_inference.structured.grammar import Grammar
-from nano_inference.system.http_client import HttpClient
 from nano_inference.types import ERROR, SamplingParams, TrainingSample
 
 if TYPE_CHECKING:
@@ -161,6 +159,9 @@ def generate(
     """
     _check_given(ctx, model, url)
     if url is not None:
+        from nano_inference.cli.remote_generate import generate_on
+        from nano_inference.system.http_client import HttpClient
+
         client = HttpClient(url, options.key_of(api_key, api_key_file))
         params = options.checked(SamplingParams, **sampling)
         generate_on(ctx, client, model, prompt or [], file, params)

@@ -1,6 +1,5 @@
 """Command options: made from configuration fields, or shared as annotated types."""
 
-import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable, Container, Iterable
@@ -228,6 +227,8 @@ def require_device(device: str) -> None:
     """Raise `typer.BadParameter` for CUDA if the installed torch has no CUDA."""
     if not device.startswith("cuda"):
         return
+    import importlib.metadata  # slow to import
+
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -3,15 +3,16 @@
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from typing import Any
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from nano_inference.core.loop import EngineLoop
 from nano_inference.core.sequence import Sequence
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import EngineDead
 from nano_inference.types import Delta, TrainingSample
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 # called after every step with (finished samples, total samples, completion tokens so far)
 ProgressFunction = Callable[[int, int, int], None]
@@ -130,7 +131,9 @@ def progress_of(progress: Progress, total: int, loop: EngineLoop) -> _Shown:
     if callable(progress):
         return _Shown(progress, None, total, loop)
     wanted = progress if progress is not None else sys.stderr.isatty()
-    bar: tqdm[Any] | None = None
+    bar: Any = None
     if wanted:
+        from tqdm import tqdm
+
         bar = tqdm(total=total, unit="sample", delay=0 if progress else LONG, dynamic_ncols=True)
     return _Shown(None, bar, total, loop)

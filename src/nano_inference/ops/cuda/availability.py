@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 
 from nano_inference.arrays import Device, Dtype, dtype_name
 
@@ -57,6 +56,8 @@ def problem_with_triton(device: Device) -> str | None:
     needs = ".".join(map(str, MIN_TRITON))
     if importlib.util.find_spec("triton") is None:
         return f"Triton is not installed; pip install 'triton>={needs}'."
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
+
     try:
         has = version("triton")
     except PackageNotFoundError:  # Triton without package metadata
