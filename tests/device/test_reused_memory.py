@@ -2,7 +2,7 @@
 
 import random
 
-import numpy as np
+from nano_inference.arrays import host
 from torch import Tensor
 
 from nano_inference.ops.cpu.memory import HUGE_PAGE
@@ -13,7 +13,7 @@ def test_memory_is_reused_once_it_is_released() -> None:
     memory = ReusedMemory()
     first = memory.take(HUGE_PAGE + 5)
     address = first.data_ptr()
-    part = first[8:10].view(np.int16)
+    part = first[8:10].view(host.int16)
     del first
     other = memory.take(HUGE_PAGE + 5)
     assert other.data_ptr() != address, "a view holds it"

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from nano_inference.arrays import HOST, Device, Dtype, dtype_for, dtype_name, host
+from nano_inference.arrays import HOST, Device, Dtype, dtype_for, dtype_name
 from nano_inference.checkpoints.loading import resolve_dtype
 from nano_inference.config import Backend, EngineConfig
 from nano_inference.core.sequence import DRAFT
@@ -184,8 +184,7 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: Device) -> Dtype
         return dtype_for(device, "bfloat16")
     gains = bf16_gains(config, device)
     name = dtype_name(resolve_dtype("auto", spec, bf16_gains=gains, device=device))
-    size = num_bytes(param_table(spec), host.float32)
-    if name == "float32" and config.dtype == "fast" and gains and size >= LEAST:
+    if name == "float32" and config.dtype == "fast" and gains and _is_large(spec, device):
         _tell_once(
             "Rounding the float32 checkpoint to bfloat16, which decodes about twice as fast in "
             "half the memory. dtype='float32' keeps full precision."
@@ -198,6 +197,11 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: Device) -> Dtype
         "dtype='float32' keeps full precision in twice the memory."
     )
     return dtype_for(device, "bfloat16")
+
+
+def _is_large(spec: ModelSpec, device: Device) -> bool:
+    """Return True if the float32 weights of a model exceed the processor's caches."""
+    return num_bytes(param_table(spec), dtype_for(device, "float32")) >= LEAST
 
 
 def bf16_gains(config: EngineConfig, device: Device) -> bool:
