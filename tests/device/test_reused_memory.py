@@ -2,9 +2,9 @@
 
 import random
 
-from nano_inference.arrays import host
 from torch import Tensor
 
+from nano_inference.arrays import host
 from nano_inference.ops.cpu.memory import HUGE_PAGE
 from nano_inference.weights.transports.reuse import ReusedMemory
 
