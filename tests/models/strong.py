@@ -12,6 +12,7 @@ spec, to show that a test would notice.
     assert disagreement(tmp_path, oracle, change=without) > NOTICED
 """
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -164,6 +165,20 @@ def disagreement(
             samples += engine.step()
     assert len(samples) == len(lengths)
     return max(_difference(oracle, sample) for sample in samples)
+
+
+def own_rounding(oracle: Any, lengths: Sequence[int] = LENGTHS) -> float:
+    """Return the largest error of the oracle's float32 logprobs, by a copy of it in float64."""
+    exact, largest = copy.deepcopy(oracle).double(), 0.0
+    for prompt in strong_prompts(oracle.get_input_embeddings().num_embeddings, lengths):
+        token_ids = torch.tensor([list(prompt)])
+        with torch.inference_mode():
+            rounded, true = (
+                model(input_ids=token_ids, use_cache=False).logits.double().log_softmax(dim=-1)
+                for model in (oracle, exact)
+            )
+        largest = max(largest, float((rounded - true).abs().max()))
+    return largest
 
 
 def _engine(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nano_inference import InferenceEngine, InvalidRequest, SamplingParams
+from nano_inference.arrays import as_torch
 from nano_inference.ops.cpu import moe as cpu_moe
 from nano_inference.ops.reference import backend as reference
 from nano_inference.rl import PolicyModel, score
@@ -69,7 +70,7 @@ def engine_routes(
         routed.clear()
         score(engine, [ids])
         layers = (
-            torch.stack(routed)
+            torch.stack([as_torch(ids) for ids in routed])
             .view(sum(engine.spec.moe.layers), len(ids) - 1, -1)
             .transpose(0, 1)
             .tolist()
