@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.checkpoints.loading import load_params
@@ -47,9 +46,8 @@ def test_weight_set_computes_its_own_chunks(tmp_path: Path) -> None:
 
     with engine_on(folders["policy"]) as engine:
         ops = engine.model.ops
-        params = load_params(
-            folders["other"], engine.spec, torch.float32, torch.device("cpu"), ops.allocate
-        )
+        model = engine.model
+        params = load_params(folders["other"], engine.spec, model.dtype, model.device, ops.allocate)
         engine.runner.models["other"] = Decoder(engine.spec, params, ops, engine.max_model_len)
         engine.runner.storages["other"] = engine.runner.storage
         engine.loop.sequences.versions["other"] = 0
