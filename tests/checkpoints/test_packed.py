@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference import EngineConfig, InferenceEngine, ModelLoadError, SamplingParams
 from nano_inference.checkpoints import packed
 from tests.models.tiny import tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
@@ -114,3 +114,18 @@ def test_cache_that_cannot_be_written_costs_one_line(
     assert caplog.text.count("packs them again") == 1
     cache.unlink()
     assert results(folder) == first
+
+
+def test_checkpoint_that_cannot_be_hashed_is_reported_by_its_reader(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError("it changed while it was read")
+
+    folder = tiny_model(tmp_path / "llama", "llama")
+    first = results(folder)
+    monkeypatch.setattr(packed, "packed_file", refuse)
+    assert results(folder) == first
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match="cannot be read as safetensors"):
+        engine(folder)

@@ -166,6 +166,40 @@ def test_packed_file_reports_a_folder_that_cannot_be_written(
     assert file.open() is None
 
 
+def test_packed_file_is_read_from_a_folder_that_cannot_be_written(
+    written: PackedFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    written.path.with_suffix(".stamp").unlink()
+    monkeypatch.setattr(packed_files, "_record", refuse)
+    require_equal(written)
+
+
+def test_packed_file_larger_than_its_share_of_the_disk_is_not_written(
+    written: PackedFile,
+    tmp_path: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(packed_files, "MOST_SHARE", 0.0)
+    other = packed_file([source], {"layout": 2}, tmp_path / "cache")
+    assert not other.write(pieces(), NOTES)
+    assert "exceed the limit of 0" in caplog.text
+    require_equal(written)  # others are not removed in vain
+
+
+def test_packed_file_needs_no_reserved_space(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")  # as on macOS
+    file = packed_file([source], {}, tmp_path / "cache")
+    assert file.write(pieces(), NOTES)
+    require_equal(file)
+
+
 def test_packed_file_is_left_to_a_process_that_writes_it(
     tmp_path: Path, source: Path, written: PackedFile
 ) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,13 @@ def load_packed(
 
     Raises as `load_params`.
     """
-    table = param_table(spec, part)
-    if num_bytes(table, dtype, quantization) < LEAST:
+    table, file = param_table(spec, part), None
+    if num_bytes(table, dtype, quantization) >= LEAST:
+        with suppress(OSError):  # a file cannot be read, which `load_params` reports
+            file = packed_file(weight_files(folder), _about(table, dtype, quantization, packing))
+    if file is None:
         matrix = packing.allocate(None)
         return load_params(folder, spec, dtype, device, matrix, part, quantization)
-    file = packed_file(weight_files(folder), _about(table, dtype, quantization, packing))
     if (opened := file.open()) is not None:
         arena, notes = opened
         formats = {name: FORMATS[form] for name, form in notes["formats"].items()}

@@ -63,9 +63,8 @@ class PackedFile:
                 stamp = _stamp(file)
                 if stamp != _recorded(self._stamp_path):
                     _verify(file, header, start)
-                    _record(self._stamp_path, stamp)
-                with suppress(OSError):
-                    os.utime(self._stamp_path)  # time of the last use
+                with suppress(OSError):  # a read-only folder: the file is verified at each start
+                    _record(self._stamp_path, stamp)  # its time is that of the last use
                 pieces = [(tuple(shape), dtype) for shape, dtype in header["pieces"]]
                 memory = mmap.mmap(file.fileno(), start + header["size"], access=mmap.ACCESS_COPY)
             return MappedArena(memory, start, pieces), header["notes"]
@@ -80,7 +79,7 @@ class PackedFile:
         """Write the file unless another process is writing it. Return True if it was written.
 
         Old packed files are removed if all of them would take too much of the disk. A failure is
-        logged, not raised.
+        logged, not raised, and so is a file that alone would take too much.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +122,8 @@ class PackedFile:
         temporary = Path(name)
         try:
             with os.fdopen(descriptor, "w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, start + header["size"])
+                if hasattr(os, "posix_fallocate"):  # macOS has no such call
+                    os.posix_fallocate(file.fileno(), 0, start + header["size"])
                 file.seek(start)
                 header["sha256"] = _write_pieces(file, pieces, self.path, header["size"])
                 file.seek(0)
@@ -279,9 +279,11 @@ def _remove_leftovers(path: Path) -> None:
 
 def _make_room(root: Path, size: int) -> None:
     """Remove the packed files that were not used for the longest time, until another one of `size`
-    bytes keeps all of them within `MOST_SHARE` of the disk.
+    bytes keeps all of them within `MOST_SHARE` of the disk. Raise `OSError` if it is too large.
     """
     most = int(MOST_SHARE * shutil.disk_usage(root).total)
+    if size > most:
+        raise OSError(f"{size:,} bytes exceed the limit of {most:,}")
     files = sorted(root.glob("*.packed"), key=_last_use)
     total = size + sum(file.stat().st_size for file in files)
     for file in files:

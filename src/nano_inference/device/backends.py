@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import logging
-import platform
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -252,7 +251,7 @@ def numerics_of(
     if backend == "cuda":  # the two modes use kernels that round differently
         backend += "-invariant" if invariant else ""
     # the CPU kernels compute the same bits on every processor
-    kind, version = ("cpu", None) if backend == "cpu" else _of_torch(backend, device)
+    kind, version = ("cpu", None) if backend == "cpu" else _of_torch(device)
     return Numerics(
         backend=backend,
         version=ops.version,
@@ -270,20 +269,15 @@ def numerics_of(
     )
 
 
-def _of_torch(backend: str, device: Device) -> tuple[str, str]:
+def _of_torch(device: Device) -> tuple[str, str]:
     """Return the kind of device, as far as it decides torch's bits, and the version of torch."""
     import torch
 
-    kind = device.type
-    if kind == "cuda":  # summation order depends on the GPU generation's instructions
-        kind += "-sm{}{}".format(*torch.cuda.get_device_capability(device))
-    # torch computes rotary tables on the CPU. AVX2 and AVX512 give the same bits.
-    vectors = torch.backends.cpu.get_cpu_capability()
-    if vectors not in ("AVX2", "AVX512"):
-        kind += f"-{platform.machine()}-{vectors}".lower().replace(" ", "-")
-    elif backend == "reference" and device.type == "cpu":  # MKL's code differs for each of these
-        kind += f"-{vendor()}-{vectors}".lower()
-    return kind, torch.__version__
+    if device.type == "cuda":  # summation order depends on the GPU generation's instructions
+        kind = "sm{}{}".format(*torch.cuda.get_device_capability(device))
+    else:  # MKL's code differs for each of these
+        kind = f"{vendor()}-{torch.backends.cpu.get_cpu_capability()}".lower().replace(" ", "-")
+    return f"{device.type}-{kind}", torch.__version__
 
 
 def _by_block(spec: ModelSpec) -> bool:

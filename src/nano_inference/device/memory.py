@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nano_inference.arrays import Device, Dtype
 from nano_inference.config import EngineConfig
+from nano_inference.core.failures import is_out_of_memory
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.kv_tensors import (
     common_layout,
@@ -367,9 +368,8 @@ def _require_free(config: EngineConfig, claims: Claims, size: int, ranks_here: i
 
 def lacks_memory(problem: BaseException) -> bool:
     """Return True if an error means that a device, torch or Python is out of memory."""
-    names = {kind.__name__ for kind in type(problem).__mro__}
-    # torch raises `torch.OutOfMemoryError` on a GPU, and a plain RuntimeError on a CPU
-    lacks = not names.isdisjoint(("MemoryError", "OutOfMemoryError"))
+    lacks = isinstance(problem, MemoryError) or is_out_of_memory(problem)
+    # torch raises a plain RuntimeError on a CPU
     return lacks or "DefaultCPUAllocator" in str(problem)
 
 
