@@ -113,7 +113,7 @@ def test_missing_requirement_is_named_and_the_reference_runs(
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         message = "Triton is not installed; pip install"
     if reason == "old triton":
-        monkeypatch.setattr(availability, "version", lambda _: "3.3.1")
+        monkeypatch.setattr("importlib.metadata.version", lambda _: "3.3.1")
         message = "Triton 3.3.1 is too old; the kernels need 3.4"
     if reason == "head":
         spec = replace(spec, head_dim=514)
