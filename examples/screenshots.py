@@ -33,7 +33,7 @@ BITS = (
     f"{PACKAGE}checkpoints/gguf/file.py:CONVERTER_VERSION",
 )
 WIDTH, HEIGHT = 96, 50
-QUESTION = "What is the capital of France?"
+QUESTION = "What is 2+2?"
 PORT = 8000  # of the server in its picture; the port must be free
 PROMPT = ">>> "  # the prompt of `chat`
 COMMAND = [

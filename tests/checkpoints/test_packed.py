@@ -116,7 +116,7 @@ def test_cache_that_cannot_be_written_costs_one_line(
     assert results(folder) == first
 
 
-def test_checkpoint_that_cannot_be_hashed_is_reported_by_its_reader(
+def test_checkpoint_without_a_hash_is_reported_by_its_reader(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:

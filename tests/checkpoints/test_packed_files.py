@@ -166,7 +166,7 @@ def test_packed_file_reports_a_folder_that_cannot_be_written(
     assert file.open() is None
 
 
-def test_packed_file_is_read_from_a_folder_that_cannot_be_written(
+def test_packed_file_is_read_from_a_read_only_folder(
     written: PackedFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -177,7 +177,7 @@ def test_packed_file_is_read_from_a_folder_that_cannot_be_written(
     require_equal(written)
 
 
-def test_packed_file_larger_than_its_share_of_the_disk_is_not_written(
+def test_packed_file_larger_than_its_disk_share_is_not_written(
     written: PackedFile,
     tmp_path: Path,
     source: Path,

@@ -59,7 +59,7 @@ class Family:
     client: str = ""
 
 
-_QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+_QUESTION = [{"role": "user", "content": "What is 2+2?"}]
 _SAMPLING = {"temperature": 0.8, "max_new_tokens": 16, "sampling_seed": 1}
 
 
