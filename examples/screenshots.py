@@ -87,7 +87,7 @@ PICTURES = {
     ),
     "cli-chat": cli(
         ("chat", MODEL, "--max-tokens", "64", "--temperature", "0"),
-        (QUESTION, "And 3+3?", "/clear", "/exit"),
+        (QUESTION, "And 2+3?", "/clear", "/exit"),
         "cli/conversation.py:Session,figures",
     ),
     "cli-info": cli(("info", MODEL), (), "cli/info.py"),
