@@ -158,6 +158,25 @@ class RequestUsage:
     completion_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerParsers:
+    """Maker of the parsers of a request's choices.
+
+    Attributes:
+        make: Makes a parser.
+        marked: True if it needs special tokens after `SPECIAL_MARK`.
+        shown: Special tokens whose text it needs.
+    """
+
+    make: Callable[[], OutputParser]
+    marked: bool = False
+    shown: frozenset[str] = frozenset()
+
+    def __call__(self) -> OutputParser:
+        """Return a parser for one choice."""
+        return self.make()
+
+
 class Builder:
     """One request, made by `ApiProtocol.prepare`, which checks everything that does not need the
     engine.
@@ -172,7 +191,7 @@ class Builder:
     asks: Sequence[Ask] = ()
     stream = False
     names: ClassVar[Names] = {}
-    make_parser: Callable[[], OutputParser] | None = None
+    make_parser: AnswerParsers | None = None
 
     def start(self, usage: RequestUsage) -> bytes:
         """Return the beginning of a stream. Called when the first tokens have come."""
