@@ -52,7 +52,11 @@ class PlainTool(Strict):
     environment: dict[str, Any] | None = None  # of a shell
     execution: str | None = None  # of a tool search
     defer_loading: bool | None = None  # offer it only once a tool search has found it
-    ignored = ("output_schema",)
+    ignored = (
+        "output_schema",
+        # of a web search, which no model sees
+        *("external_web_access", "search_context_size", "user_location", "filters"),
+    )
     refused: ClassVar[dict[str, Sequence[Any]]] = {
         "async": (False,),
         "allowed_callers": (["direct"],),
