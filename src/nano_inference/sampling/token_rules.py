@@ -195,11 +195,13 @@ class TokenRules:
             token_ids: Known tokens. Tokens that an earlier call has read must be the same, unless
                 `end` is smaller than in that call.
             drafts: Guesses of the tokens that follow.
-            words: Mask of the grammar. None: all ids that the request allows.
+            words: Mask of the grammar. The closing marker waits until it is allowed there. None:
+                all ids that the request allows.
             end: Number of tokens to read. None: all.
         """
         end = len(token_ids) if end is None else end
-        if forced := self._forced(token_ids, drafts, end):
+        forced = self._forced(token_ids, drafts, end)
+        if forced and (words is None or may_draw(words, forced[0])):
             return self.rules.closing[forced[0]]
         bad = self.rules.bad_words
         if bad is None:
