@@ -964,11 +964,11 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/sampling/test_token_rules.py",
     ),
     Fault(
-        "resumed_thoughts_begin_again",
+        "prompts_open_no_thought",
         "src/nano_inference/sampling/token_rules.py",
         old="self._turn, self._read = BEGUN, budget.first_of_turn(token_ids[:end])",
         new="self._turn, self._read = BEGUN, end",
-        seen_by="tests/engine/test_thinking.py -k resumed",
+        seen_by="tests/engine/test_thinking.py -k budget_closes",
     ),
     Fault(
         "bad_words_replace_the_grammar",
