@@ -56,7 +56,7 @@ def chat_request(request: ResponsesRequest, before: Sequence[ChatMessage]) -> Ch
 _SHARED = {
     *SamplingFields.model_fields,
     *("model", "temperature", "stream", "parallel_tool_calls", "chat_template_kwargs"),
-    "prompt_cache_retention",
+    *("prompt_cache_retention", "enable_thinking", "reasoning_history"),
 }
 
 
