@@ -167,8 +167,10 @@ class Builder:
         stream: True if the answer is a stream of events.
         names: Names that clients use for the numbers that determine the cost.
         make_parser: Makes the parser of each choice's text. None: all text is content.
+        num_truncated: Number of prompt tokens that `truncate_prompt_tokens` removed.
     """
 
+    num_truncated = 0
     asks: Sequence[Ask] = ()
     stream = False
     names: ClassVar[Names] = {}
