@@ -8,7 +8,15 @@ from typing import Literal, NamedTuple, TypedDict
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.features import REQUEST_LIMITS, Setting, require
-from nano_inference.fields.checks import PENALTIES, biases, real, stop_strings, token_id_set, whole
+from nano_inference.fields.checks import (
+    PENALTIES,
+    bad_words,
+    biases,
+    real,
+    stop_strings,
+    token_id_set,
+    whole,
+)
 from nano_inference.fields.options import option, strict_options
 from nano_inference.structured.grammar import Grammar
 
@@ -70,7 +78,8 @@ class SamplingParams:
     construction if a value is invalid.
 
     The distribution is made in this order: bias, penalties, masks (`allowed_token_ids`,
-    `min_tokens`), temperature, top_k, top_p, min_p (`docs/sampling.md`).
+    `min_tokens`, `bad_words`, `thinking_token_budget`), temperature, top_k, top_p, min_p
+    (`docs/sampling.md`).
 
     Attributes:
         temperature: Sampling temperature. 0 is greedy: the most likely token, the lower id on a
@@ -119,6 +128,11 @@ class SamplingParams:
             (docs/caches.md). 0 keeps none.
         cache_priority: Eviction priority of kept blocks. Higher ones are evicted later. Needs
             `keep_cache_seconds`.
+        thinking_token_budget: Maximum number of tokens of thought in a turn, counted after the
+            model's opening marker. Then the closing marker is forced (docs/sampling.md). None: no
+            limit.
+        bad_words: Texts that the completion must not contain, with or without a space before them.
+            The token that would complete one is masked.
     """
 
     temperature: float = option(
@@ -179,6 +193,10 @@ class SamplingParams:
     routed_experts: bool = False
     keep_cache_seconds: float = 0.0
     cache_priority: int = 0
+    thinking_token_budget: int | None = option(
+        None, SAMPLING, "Close the model's thought after this many tokens. Default: no limit."
+    )
+    bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0.0, math.inf)
@@ -195,6 +213,8 @@ class SamplingParams:
         whole("priority", self.priority, -(2**31), 2**31)
         if self.seed is not None:
             whole("seed", self.seed, 0, 2**64)
+        if self.thinking_token_budget is not None:
+            whole("thinking_token_budget", self.thinking_token_budget, 0)
         _require_name(self.adapter)
         _require_keeping(self.keep_cache_seconds, self.cache_priority)
         for name in _FLAGS:
@@ -209,6 +229,7 @@ class SamplingParams:
             self, "stop_token_ids", token_id_set("stop_token_ids", self.stop_token_ids)
         )
         object.__setattr__(self, "stop", stop_strings(self.stop))
+        object.__setattr__(self, "bad_words", bad_words(self.bad_words))
         object.__setattr__(self, "logit_bias", biases(self.logit_bias))
         if self.allowed_token_ids is not None:
             object.__setattr__(
@@ -258,12 +279,20 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
+    def has_rules(self) -> bool:
+        """True if masks follow from the sample's own tokens, without a grammar."""
+        return self.thinking_token_budget is not None or bool(self.bad_words)
+
+    @property
     def cuts(self) -> bool:
         """True if a mask or a filter can cut the distribution, so that `log_kept_mass` can be below
         0. At temperature 0 the kept mass is always 1, because logprobs are the raw ones.
         """
         masks = (
-            self.allowed_token_ids is not None or self.min_tokens > 0 or self.grammar is not None
+            self.allowed_token_ids is not None
+            or self.min_tokens > 0
+            or self.grammar is not None
+            or self.has_rules
         )
         return self.filters or (masks and self.temperature > 0)
 

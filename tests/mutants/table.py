@@ -954,4 +954,27 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         new="value.astype(dtype)",
         seen_by="tests/arrays/test_convert.py -k keep",
     ),
+    Fault(
+        "drafts_are_no_thought",
+        "src/nano_inference/sampling/token_rules.py",
+        old="""\
+        for token_id in drafts:
+            turn = budget.after(turn, token_id)""",
+        new="",
+        seen_by="tests/sampling/test_token_rules.py",
+    ),
+    Fault(
+        "prompts_open_no_thought",
+        "src/nano_inference/sampling/token_rules.py",
+        old="self._turn, self._read = BEGUN, budget.first_of_turn(token_ids[:end])",
+        new="self._turn, self._read = BEGUN, end",
+        seen_by="tests/engine/test_thinking.py -k budget_closes",
+    ),
+    Fault(
+        "bad_words_replace_the_grammar",
+        "src/nano_inference/sampling/token_rules.py",
+        old="        if words is None:\n            if banned",
+        new="        if words is not None or bad.always:\n            if banned",
+        seen_by="tests/engine/test_thinking.py -k bad_words",
+    ),
 )

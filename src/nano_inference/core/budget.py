@@ -24,7 +24,7 @@ class Demand(NamedTuple):
             raw logprob, one id of a sampling mask, a count for penalties. Further ids of a mask are
             counted as they arrive.
         parameters: Number of ids in `logit_bias`, `allowed_token_ids` and `stop_token_ids`, plus
-            the characters of `stop`.
+            the characters of `stop` and `bad_words`.
         scores_prompt: True if `prompt_logprobs` are requested.
         counts_prompt: True if each sample counts the prompt's tokens (`repetition_penalty`).
         repeats_prompt: True if the response repeats the prompt's data with each sample.
@@ -78,7 +78,7 @@ def demand_of(
         top_logprobs=params.top_logprobs,
         prompt_top_logprobs=params.prompt_top_logprobs,
         numbers=1 + params.raw_logprobs + params.sampling_mask + params.penalizes,
-        parameters=ids + sum(map(len, params.stop)),
+        parameters=ids + sum(map(len, (*params.stop, *params.bad_words))),
         scores_prompt=params.prompt_logprobs,
         counts_prompt=params.repetition_penalty != 1,
         repeats_prompt=repeats_prompt,
@@ -122,7 +122,8 @@ _NAMES: Names = {
     "max_tokens": "max_tokens",
     "top_logprobs": "top_logprobs",
     "prompt_top_logprobs": "prompt_top_logprobs",
-    "parameters": "the total size of logit_bias, allowed_token_ids, stop_token_ids and stop",
+    "parameters": "the total size of logit_bias, allowed_token_ids, stop_token_ids, stop and "
+    "bad_words",
 }
 # Fields that lower each part of the cost, in order of preference.
 _LEVERS = {

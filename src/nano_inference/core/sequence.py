@@ -117,6 +117,35 @@ class GrowingGrammar(Protocol):
         ...
 
 
+class OwnRules(Protocol):
+    """Masks that follow from a sample's own tokens.
+
+    A Protocol, because `sampling.token_rules.TokenRules` needs numpy.
+    """
+
+    def mask(
+        self,
+        token_ids: Listed[int],
+        drafts: Listed[int] = (),
+        words: Any = None,
+        end: int | None = None,
+    ) -> Any:
+        """Return the mask of the token after known tokens and drafts, or None for no mask."""
+        ...
+
+    def forced(self, token_ids: Listed[int]) -> tuple[int, ...]:
+        """Return the tokens that must follow."""
+        ...
+
+    def num_allowed(self, token_ids: Listed[int], drafts: Listed[int]) -> int:
+        """Return how many drafts are allowed."""
+        ...
+
+    def fork(self) -> "OwnRules":
+        """Return a copy for another sample with the same past."""
+        ...
+
+
 class ServedAdapter(Protocol):
     """One version of an adapter that computes sequences.
 
@@ -278,6 +307,7 @@ class Sequence:
         output_text: Text of the sample, if requested.
         stop_string: Stop string that the newest token completed.
         grammar: Grammar that the completion follows, if any.
+        rules: Masks that follow from `token_ids`, if any.
         adapter: Adapter applied on top of the weights, if any.
         is_of_merged: True if the request names the adapter that is merged into the weights, which
             then compute it without `adapter`.
@@ -310,6 +340,7 @@ class Sequence:
     output_text: GrowingText | None = None
     stop_string: str | None = None
     grammar: GrowingGrammar | None = None
+    rules: OwnRules | None = None
     adapter: ServedAdapter | None = None
     is_of_merged: bool = False
     adapter_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -461,6 +492,7 @@ class Sequence:
             contexts=list(self.contexts),
             output_text=output_text,
             grammar=self.grammar.fork() if self.grammar is not None else None,
+            rules=self.rules.fork() if self.rules is not None else None,
             # the fork has no completion token yet
             version_starts=[],
             adapter_starts=[],

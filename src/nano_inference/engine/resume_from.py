@@ -83,6 +83,7 @@ def resumed(
         adapter_starts=[(span.version, span.start) for span in sample.adapter_versions],
     )
     _fill(seq, sample, len(appended))
+    seq.rules = intake.rules_of(params, prompt_len)
     # appended tokens are not part of the grammar's text, which restarts after them
     begins = request.appended[-1].stop if request.appended else 0
     seq.grammar = intake.grammar_of(params, seq.token_ids[prompt_len + begins :])

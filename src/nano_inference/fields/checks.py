@@ -14,6 +14,8 @@ from nano_inference.fields.options import is_number, is_whole
 
 PENALTIES = 0.01, 100.0  # range of repetition penalties, which scale logits up and down
 _WHOLE = 2**63
+MOST_BAD_WORDS = 1024
+MOST_OF_WORD = 256  # characters
 _MOST_DIGITS = 40  # digits of an integer that a message repeats in full
 
 
@@ -70,6 +72,24 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
         if not isinstance(string, str) or not string:
             raise InvalidRequest(
                 f"stop holds {string!r}; a stop string must be a non-empty string."
+            )
+    return strings
+
+
+def bad_words(words: Any) -> tuple[str, ...]:
+    """Return bad words as a tuple, after checking each."""
+    if not isinstance(words, list | tuple):
+        raise InvalidRequest(f"bad_words must be a list of strings, not {words!r}.")
+    strings: tuple[Any, ...] = tuple(words)  # pyright: ignore[reportUnknownArgumentType]
+    if len(strings) > MOST_BAD_WORDS:
+        raise InvalidRequest(
+            f"bad_words holds {len(strings)} words; give at most {MOST_BAD_WORDS}."
+        )
+    for word in strings:
+        if not isinstance(word, str) or not 0 < len(word) <= MOST_OF_WORD:
+            raise InvalidRequest(
+                f"bad_words holds {shown(word)[:80]}; a word must be a string of 1 to "
+                f"{MOST_OF_WORD} characters."
             )
     return strings
 

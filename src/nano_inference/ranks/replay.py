@@ -256,8 +256,8 @@ def _told(seq: Sequence) -> NewSequence:
     if any(type(getattr(params, name)) is not float for name in _REALS):
         reals: Any = {name: float(getattr(params, name)) for name in _REALS}
         params = replace(params, **reals)
-    if params.stop or params.cache_salt is not None:  # workers do not need these texts
-        params = replace(params, stop=(), cache_salt=None)
+    if params.stop or params.bad_words or params.cache_salt is not None:  # texts for rank 0
+        params = replace(params, stop=(), bad_words=(), cache_salt=None)
     if params.keep_cache_seconds:  # only rank 0 has the cache
         params = replace(params, keep_cache_seconds=0.0, cache_priority=0)
     return NewSequence(

@@ -28,6 +28,7 @@ from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.history import Stretch, stretches, versions_of, was_sampled
 from nano_inference.rl.versions import VersionedDecoders, Weights
 from nano_inference.sampling.tensors import DrawRequest, sampling_batch
+from nano_inference.sampling.token_rules import TokenRules
 from nano_inference.structured.matching import GrammarState
 from nano_inference.types import (
     SamplingMask,
@@ -131,13 +132,14 @@ class Replayer:
         Raises `InvalidRequest` if its grammar cannot be compiled.
         """
         stop_ids, grammar = self._checks.stop_ids(params), params.grammar
+        rules = self.engine.intake.rules_of(params, len(sample.prompt_tokens))
         if grammar is None:
-            return Draws(sample, params, stop_ids)
+            return Draws(sample, params, stop_ids, rules=rules)
         first = GrammarState(grammar, allowed=params.allowed_token_ids)
         self.engine.intake.grammars.wait(first)
         prompt, sampled = len(sample.prompt_tokens), was_sampled(sample)
         after = [prompt + index + 1 for index, own in enumerate(sampled) if not own]
-        return Draws(sample, params, stop_ids, DraftGrammar(first.fork, [prompt, *after]))
+        return Draws(sample, params, stop_ids, DraftGrammar(first.fork, [prompt, *after]), rules)
 
     @without_gradients
     def replay(self, sample: TrainingSample) -> TrainingSample:
@@ -212,6 +214,7 @@ class Draws(NamedTuple):
     params: SamplingParams
     stop_ids: frozenset[int]
     grammar: "DraftGrammar | None" = None
+    rules: TokenRules | None = None
 
     def request(self, tokens: Sequence[int], row: int, position: int) -> DrawRequest:
         """Return the request to draw the token at `position`, after `tokens[:position]`.
@@ -219,10 +222,13 @@ class Draws(NamedTuple):
         `row` is the row of the logits to draw from.
         """
         sample = self.sample
+        words = None if self.grammar is None else self.grammar.mask(tokens, position)
+        if self.rules is not None:
+            words = self.rules.mask(tokens, (), words, position)
         return draw_request(
             *(self.params, self.stop_ids, len(sample.prompt_tokens), tokens, row),
             (sample.seed, sample.sample_index, position),
-            None if self.grammar is None else self.grammar.mask(tokens, position),
+            words,
         )
 
 
@@ -279,7 +285,7 @@ class _Run:
 
     def __init__(self, replayer: Replayer, draws: "Draws") -> None:
         self.how = draws
-        sample, self.params, self.stop_ids, _ = draws
+        sample, self.params, self.stop_ids, *_ = draws
         self.sample = sample
         self.prompt_len = len(sample.prompt_tokens)
         # a draft until drawn again

@@ -192,8 +192,10 @@ class Builder:
         make_parser: Makes the parser of each choice's text. None: all text is content.
         detached: Events of an answer that is made without the client. None: the client waits.
         shows_stream: True if the client of a detached answer reads its events.
+        num_truncated: Number of prompt tokens that `truncate_prompt_tokens` removed.
     """
 
+    num_truncated = 0
     asks: Sequence[Ask] = ()
     stream = False
     names: ClassVar[Names] = {}
