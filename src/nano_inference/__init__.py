@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RankLost,
         RequestAborted,
         RequestTooLarge,
+        TemplateRewritesPast,
         VersionGone,
         WeightTransferError,
         WeightUpdateConflict,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from nano_inference.sampling.pipeline import SamplingPipeline
     from nano_inference.sampling.sample import sample_with_logprobs
     from nano_inference.structured.grammar import Grammar
+    from nano_inference.text.conversation import Conversation, TokenSpan
     from nano_inference.types import (
         AdapterInfo,
         ContextVersions,
@@ -81,6 +83,7 @@ _MODULES = {
     "CacheAllocation": "kv_cache.manager",
     "ConfigError": "errors",
     "ContextVersions": "types",
+    "Conversation": "text.conversation",
     "Delta": "types",
     "EngineConfig": "config",
     "EngineDead": "errors",
@@ -106,6 +109,8 @@ _MODULES = {
     "SchedulerOutput": "core.decision",
     "Sequence": "core.sequence",
     "SequenceStatus": "core.sequence",
+    "TemplateRewritesPast": "errors",
+    "TokenSpan": "text.conversation",
     "TopLogprobs": "types",
     "TrainingSample": "types",
     "VersionGone": "errors",
@@ -132,6 +137,7 @@ __all__ = [
     "CacheAllocation",
     "ConfigError",
     "ContextVersions",
+    "Conversation",
     "Delta",
     "EngineConfig",
     "EngineDead",
@@ -157,6 +163,8 @@ __all__ = [
     "SchedulerOutput",
     "Sequence",
     "SequenceStatus",
+    "TemplateRewritesPast",
+    "TokenSpan",
     "TopLogprobs",
     "TrainingSample",
     "VersionGone",
