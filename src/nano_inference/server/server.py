@@ -407,6 +407,8 @@ class Exchange:
         # unenforceable parts of a grammar are ignored
         lenient = any(_is_lenient(ask.params.grammar) for ask in builder.asks)
         self._headers = {"x-grammar": "lenient"} if lenient else {}
+        if builder.num_truncated:
+            self._headers["x-truncated-tokens"] = str(builder.num_truncated)
         self._wanted = wanted_version(builder), len(self._generation.choices)
         server.admission.hold(*self._wanted)
         server.exchanges.add(self.end)

@@ -140,7 +140,10 @@ class ResponsesRequest(SamplingFields):
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
     prompt_cache_retention: Retention | None = RETENTION
-    chat_template_kwargs: dict[str, Any] | None = None  # extension: more template variables
+    # extensions: variables of the template, and reasoning of earlier turns
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_history: Literal["keep", "strip"] | None = None
     ignored = ("service_tier", "prompt_cache_options", "client_metadata")
     refused = SamplingFields.refused | {
         "background_options": (),

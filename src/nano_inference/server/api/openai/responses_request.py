@@ -97,6 +97,7 @@ def _template_variables(request: ResponsesRequest) -> dict[str, Any] | None:
 _SHARED = {
     *SamplingFields.model_fields,
     *("model", "temperature", "stream", "parallel_tool_calls", "prompt_cache_retention"),
+    *("enable_thinking", "reasoning_history"),
 }
 
 

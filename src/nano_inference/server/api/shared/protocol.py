@@ -162,6 +162,25 @@ class RequestUsage:
     completion_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerParsers:
+    """Maker of the parsers of a request's choices.
+
+    Attributes:
+        make: Makes a parser.
+        marked: True if it needs special tokens after `SPECIAL_MARK`.
+        shown: Special tokens whose text it needs.
+    """
+
+    make: Callable[[], OutputParser]
+    marked: bool = False
+    shown: frozenset[str] = frozenset()
+
+    def __call__(self) -> OutputParser:
+        """Return a parser for one choice."""
+        return self.make()
+
+
 class Builder:
     """One request, made by `ApiProtocol.prepare`, which checks everything that does not need the
     engine.
@@ -173,12 +192,14 @@ class Builder:
         make_parser: Makes the parser of each choice's text. None: all text is content.
         detached: Events of an answer that is made without the client. None: the client waits.
         shows_stream: True if the client of a detached answer reads its events.
+        num_truncated: Number of prompt tokens that `truncate_prompt_tokens` removed.
     """
 
+    num_truncated = 0
     asks: Sequence[Ask] = ()
     stream = False
     names: ClassVar[Names] = {}
-    make_parser: Callable[[], OutputParser] | None = None
+    make_parser: AnswerParsers | None = None
     detached: Detached | None = None
     shows_stream = False
 
