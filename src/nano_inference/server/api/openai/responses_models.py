@@ -55,7 +55,8 @@ class PlainTool(Strict):
     ignored = (
         "output_schema",
         # of a web search, which no model sees
-        *("external_web_access", "search_context_size", "user_location", "filters"),
+        *("external_web_access", "search_context_size", "search_content_types"),
+        *("user_location", "filters"),
     )
     refused: ClassVar[dict[str, Sequence[Any]]] = {
         "async": (False,),
