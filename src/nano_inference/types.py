@@ -12,6 +12,7 @@ from nano_inference.fields.checks import (
     PENALTIES,
     bad_words,
     biases,
+    processor_names,
     real,
     stop_strings,
     token_id_set,
@@ -77,9 +78,9 @@ class SamplingParams:
     """Sampling distribution, stop conditions and requested outputs. Raises `InvalidRequest` at
     construction if a value is invalid.
 
-    The distribution is made in this order: bias, penalties, masks (`allowed_token_ids`,
-    `min_tokens`, `bad_words`, `thinking_token_budget`), temperature, top_k, top_p, min_p
-    (`docs/sampling.md`).
+    The distribution is made in this order: logits processors, bias, penalties, masks
+    (`allowed_token_ids`, `min_tokens`, `bad_words`, `thinking_token_budget`), temperature, top_k,
+    top_p, min_p (`docs/sampling.md`).
 
     Attributes:
         temperature: Sampling temperature. 0 is greedy: the most likely token, the lower id on a
@@ -133,6 +134,8 @@ class SamplingParams:
             limit.
         bad_words: Texts that the completion must not contain, with or without a space before them.
             The token that would complete one is masked.
+        logits_processors: Names of functions that change the model's logits, in this order, before
+            all other steps (`InferenceEngine.register_logits_processor`).
     """
 
     temperature: float = option(
@@ -197,6 +200,7 @@ class SamplingParams:
         None, SAMPLING, "Close the model's thought after this many tokens. Default: no limit."
     )
     bad_words: tuple[str, ...] = ()
+    logits_processors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0.0, math.inf)
@@ -230,6 +234,7 @@ class SamplingParams:
         )
         object.__setattr__(self, "stop", stop_strings(self.stop))
         object.__setattr__(self, "bad_words", bad_words(self.bad_words))
+        object.__setattr__(self, "logits_processors", processor_names(self.logits_processors))
         object.__setattr__(self, "logit_bias", biases(self.logit_bias))
         if self.allowed_token_ids is not None:
             object.__setattr__(
@@ -273,6 +278,10 @@ class SamplingParams:
             or self.repetition_penalty != 1
         )
 
+    def numerics(self, fingerprint: str) -> str:
+        """Return an engine's fingerprint with the processors, by whose names their code counts."""
+        return "+".join((fingerprint, *self.logits_processors))
+
     @property
     def filters(self) -> bool:
         """True if a filter can cut the distribution. Greedy sampling applies none."""
@@ -293,6 +302,7 @@ class SamplingParams:
             or self.min_tokens > 0
             or self.grammar is not None
             or self.has_rules
+            or bool(self.logits_processors)
         )
         return self.filters or (masks and self.temperature > 0)
 
