@@ -545,8 +545,10 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         old="""\
         "completions": demand.num_samples
         * demand.max_tokens
-        * (demand.numbers + demand.top_logprobs),""",
-        new='        "completions": demand.max_tokens * (demand.numbers + demand.top_logprobs),',
+        * (demand.numbers + demand.top_logprobs + demand.named * (1 + demand.raw)),""",
+        new="""\
+        "completions": demand.max_tokens
+        * (demand.numbers + demand.top_logprobs + demand.named * (1 + demand.raw)),""",
         seen_by="tests/core/test_budget.py",
     ),
     Fault(
@@ -915,8 +917,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "a_response_forgets_those_before",
         "src/nano_inference/server/api/openai/responses_answer.py",
-        old="kept = KeptResponse(response, items, [*self._before, *self._own, *said])",
-        new="kept = KeptResponse(response, items, [*self._own, *said])",
+        old="self._keep(response, [*self._before, *self._own, *said])",
+        new="self._keep(response, [*self._own, *said])",
         seen_by="tests/server/api/openai/test_openai_responses.py -k continues",
     ),
     Fault(

@@ -41,7 +41,7 @@ class Scored(NamedTuple):
     def targets(self) -> Listed[int]:
         """Tokens to score, row by row."""
         request = self.seq.request
-        if not request.score_targets:
+        if not len(request.score_targets):
             return self.seq.token_ids[self.start + 1 : self.end + 1]
         first = request.scored.start
         rows = request.score_targets[self.start - first : self.end - first]

@@ -276,7 +276,7 @@ class CheckedRequest:
     @property
     def score_width(self) -> int:
         """Number of scores for each row."""
-        return len(self.score_targets[0]) if self.score_targets else 1
+        return len(self.score_targets[0]) if len(self.score_targets) else 1
 
 
 @dataclass(slots=True, eq=False)
@@ -350,6 +350,9 @@ class Sequence:
     mask: GrowingMask = field(default_factory=GrowingMask)
     output_top: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
     routed_experts: RoutedExperts | str | None = None
+    # float32 logprobs of the request's `logprob_token_ids`, token by token
+    output_named: bytearray = field(default_factory=bytearray)
+    output_raw_named: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
         self.most_tokens = self.request.num_prompt_tokens + self.request.params.max_tokens
@@ -444,6 +447,12 @@ class Sequence:
         self.output_logprobs.append(logprob)
         self.output_log_kept_mass.append(log_kept_mass)
 
+    def append_named(self, logprobs: bytes, raw_logprobs: bytes) -> None:
+        """Append the newest token's logprobs of the request's `logprob_token_ids`, float32."""
+        self.output_named += logprobs
+        if self.request.params.raw_logprobs:
+            self.output_raw_named += raw_logprobs
+
     @property
     def oldest_version(self) -> int | None:
         """Oldest version that sampled a token or computed its context, or None before any did."""
@@ -501,6 +510,8 @@ class Sequence:
             output_log_kept_mass=[],
             mask=self.mask.fork(),
             output_top=[],
+            output_named=bytearray(),
+            output_raw_named=bytearray(),
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
 from nano_inference.core.logits_processors import LogitsProcessors
+from nano_inference.core.named_ids import prompt_scoring
 from nano_inference.core.sequence import (
     POLICY,
     CheckedRequest,
@@ -154,8 +155,7 @@ class Intake:
             exact_version=limits.get("exact_version"),
             max_staleness=limits.get("max_staleness"),
             group=SampleGroup(num_wanted) if num_wanted is not None else None,
-            scored=range(len(token_ids) - 1) if params.prompt_logprobs else range(0),
-            num_best=params.prompt_top_logprobs,
+            **prompt_scoring(params, token_ids),
             streaming=stream,
             at_end=self.take_routes if params.routed_experts else None,
         )

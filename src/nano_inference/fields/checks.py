@@ -6,7 +6,10 @@ a finite logit into infinity or NaN.
 """
 
 import math
-from collections.abc import Mapping
+import operator
+import reprlib
+from collections import Counter
+from collections.abc import Mapping, Set
 from typing import Any
 
 from nano_inference.errors import InvalidRequest
@@ -61,6 +64,40 @@ def token_id_set(name: str, ids: Any) -> frozenset[int]:
     for token_id in kept:
         whole(f"{name} entry", token_id, 0)
     return kept
+
+
+def token_id_row(name: str, ids: Any) -> tuple[int, ...]:
+    """Return token ids in their order, after checking that each occurs once."""
+    try:
+        row = tuple(map(operator.index, ids))
+        if isinstance(ids, Mapping | Set) or bool in set(map(type, ids)):
+            raise TypeError
+    except TypeError:
+        raise InvalidRequest(
+            f"{name} must be a list of token ids, not {reprlib.repr(ids)}."
+        ) from None
+    if row and min(row) < 0:
+        raise InvalidRequest(f"{name} holds {min(row)}; a token id must be at least 0.")
+    if len(set(row)) < len(row):
+        twice = Counter(row).most_common(1)[0][0]
+        raise InvalidRequest(f"{name} holds {twice} more than once; name each id once.")
+    return row
+
+
+def token_id_rows(name: str, rows: Any) -> tuple[tuple[int, ...], ...]:
+    """Return rows of token ids after checking each. A single row may be passed by itself."""
+    try:
+        many = list(rows)
+    except TypeError:
+        raise InvalidRequest(
+            f"{name} must be a list of token ids or a list of such lists, not {reprlib.repr(rows)}."
+        ) from None
+    if many and not hasattr(many[0], "__iter__"):
+        return (token_id_row(name, many),)
+    checked = tuple(token_id_row(f"row {index} of {name}", row) for index, row in enumerate(many))
+    if many and not any(checked):
+        raise InvalidRequest(f"{name} has no ids; name at least one, or omit it.")
+    return checked
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:

@@ -33,11 +33,11 @@ from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.app import Routes, build_app
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.page.routes import page_routes
+from nano_inference.server.response_routes import response_routes
 from nano_inference.server.routes import (
     embedding_routes,
     fleet_routes,
     model_routes,
-    response_routes,
     server_routes,
 )
 from nano_inference.server.runner import Runner

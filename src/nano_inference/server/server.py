@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,11 @@ from starlette.types import Receive, Scope
 
 from nano_inference.checkpoints.generation_defaults import AUTO, as_text
 from nano_inference.remote.client import EngineClient
+from nano_inference.remote.tasks import start_task
 from nano_inference.server import paths
 from nano_inference.server.api.openai.kept_responses import KeptResponses
 from nano_inference.server.api.parsing import chat_format
+from nano_inference.server.api.shared.detached import Detached
 from nano_inference.server.api.shared.generation import Generation, answer, events
 from nano_inference.server.api.shared.protocol import ApiProtocol, Builder, Served, affordable
 from nano_inference.server.api.shared.sampling import may_ask_for_grammar
@@ -35,6 +37,7 @@ from nano_inference.server.http.replies import (
     EventStream,
     RequestRecord,
     error_reply,
+    json_reply,
     log_access,
     record_of,
     reply_in_pieces,
@@ -65,6 +68,7 @@ class Server:
         started: `time.time()` when the engine was ready.
         stop: Called when the engine is lost permanently; ends the server.
         exchanges: For each request being read or answered, a function that ends it with an error.
+        detached: Tasks of answers that are made without a client.
         beside: Coroutine functions started when the engine is ready, and canceled at the end.
         linger: Seconds between the engine's end and the call of `stop`.
         lost: Reason why the engine is lost.
@@ -79,6 +83,7 @@ class Server:
     exchanges: set[Callable[[ApiError], None]] = field(
         default_factory=set[Callable[[ApiError], None]]
     )
+    detached: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     beside: list[Callable[[], Coroutine[Any, Any, None]]] = field(
         default_factory=list[Callable[[], Coroutine[Any, Any, None]]]
     )
@@ -280,7 +285,9 @@ def generation_route(
             builder = await read_request(
                 request,
                 server,
-                lambda body, served: protocol.prepare(body, served, record.request_id),
+                lambda body, served: protocol.prepare(
+                    body, served, record.request_id, record.owner
+                ),
                 with_grammar=True,
             )
             builder.asks = affordable(builder.asks, server.require_served(), builder.names)
@@ -290,6 +297,8 @@ def generation_route(
             exchange = Exchange(server, builder, record, request.scope)
         except Exception as problem:
             return refusal(problem, record)
+        if builder.detached is not None:
+            return await exchange.detach(builder.detached, request.receive)
         if builder.stream:
             return exchange.stream(request.receive)
         return await exchange.whole(request.receive)
@@ -431,8 +440,45 @@ class Exchange:
             headers=self._headers,
         )
 
+    async def detach(self, detached: Detached, receive: Receive) -> Response:
+        """Generate without the client, and return the beginning of the answer or its events."""
+        with ExitStack() as stack:
+            stack.enter_context(self._timed())
+            try:
+                detached.append(self._builder.queued())
+            except ApiError as problem:
+                return refusal(problem, self._record)
+            detached.begin(self.end)
+            start_task(self._alone(detached, stack.pop_all()), self._server.detached)
+        if self._builder.shows_stream:
+            return replayed(detached, 0, receive, self._record)
+        return json_reply(200, detached.snapshot())
+
+    async def _alone(self, detached: Detached, timed: ExitStack) -> None:
+        last = b""
+        with timed:
+            try:
+                async with aclosing(events(self._generation)) as all_events:
+                    async for data in all_events:
+                        detached.append(data)
+            except Exception as problem:
+                if is_bug(problem):
+                    log.exception("request %s failed", self._record.request_id)
+                last = self._builder.failure(api_error_of(problem))
+            finally:
+                detached.close(last)
+
     @contextmanager
     def _watched(self, receive: Receive) -> Iterator[None]:
+        watcher = asyncio.get_running_loop().create_task(self._until_disconnected(receive))
+        try:
+            with self._timed():
+                yield
+        finally:
+            watcher.cancel()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         seconds = self._server.config.request_timeout
         late = ApiError(
@@ -442,12 +488,10 @@ class Exchange:
         )
         left = max(0.0, seconds - (time.perf_counter() - self._record.started))
         timer = loop.call_later(left, self.end, late)
-        watcher = loop.create_task(self._until_disconnected(receive))
         try:
             yield
         finally:
             timer.cancel()
-            watcher.cancel()
             self._generation.close()
             self._server.exchanges.discard(self.end)
             self._server.admission.let_go(*self._wanted)
@@ -469,6 +513,32 @@ class Exchange:
         self._server.metrics.ended(record, self._generation, seconds)
         if self._server.config.log_prompts:
             log_texts(self._generation, record.request_id)
+
+
+def replayed(detached: Detached, number: int, receive: Receive, record: RequestRecord) -> Response:
+    """Return a response that streams the events of a detached answer from this number on."""
+    reader = detached.reader(number)
+
+    async def until_disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        reader.close()
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        watcher = asyncio.get_running_loop().create_task(until_disconnected())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    return EventStream(
+        reader.events(),
+        refuse=lambda problem: refusal(problem, record),
+        failure=lambda _: b"",
+        around=watched(),
+        on_event=lambda: None,
+    )
 
 
 def _is_lenient(grammar: Grammar | None) -> bool:

@@ -112,9 +112,11 @@ class MessageBuilder(Builder):
         self._clipped = request.max_tokens > room
         self._hide_cached = served.config.hide_cached_tokens
         choice, thinking = request.tool_choice, request.thinking
-        tools = bool(request.tools) and not (choice is not None and choice.type == "none")
         self.make_parser = parser_of(
-            prompt, served, tools=tools, format=call_format(demand, served)
+            prompt,
+            served,
+            tools=None if demand is None else demand.schemas,
+            format=call_format(demand, served),
         )
         self._options = {
             "omit_thinking": thinking is not None and thinking.display == "omitted",
