@@ -13,6 +13,7 @@ from nano_inference.fields.checks import (
     PENALTIES,
     bad_words,
     biases,
+    processor_names,
     real,
     stop_strings,
     token_id_row,
@@ -80,9 +81,9 @@ class SamplingParams:
     """Sampling distribution, stop conditions and requested outputs. Raises `InvalidRequest` at
     construction if a value is invalid.
 
-    The distribution is made in this order: bias, penalties, masks (`allowed_token_ids`,
-    `min_tokens`, `bad_words`, `thinking_token_budget`), temperature, top_k, top_p, min_p
-    (`docs/sampling.md`).
+    The distribution is made in this order: logits processors, bias, penalties, masks
+    (`allowed_token_ids`, `min_tokens`, `bad_words`, `thinking_token_budget`), temperature, top_k,
+    top_p, min_p (`docs/sampling.md`).
 
     Attributes:
         temperature: Sampling temperature. 0 is greedy: the most likely token, the lower id on a
@@ -144,6 +145,8 @@ class SamplingParams:
             `prompt_logprob_start`.
         prompt_logprob_start: Index of the prompt token after which the first of these positions
             lies. Needs `prompt_logprob_token_ids`.
+        logits_processors: Names of functions that change the model's logits, in this order, before
+            all other steps (`InferenceEngine.register_logits_processor`).
     """
 
     temperature: float = option(
@@ -211,6 +214,7 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprob_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprob_start: int = 0
+    logits_processors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0.0, math.inf)
@@ -250,6 +254,7 @@ class SamplingParams:
         object.__setattr__(self, "prompt_logprob_token_ids", rows)
         object.__setattr__(self, "stop", stop_strings(self.stop))
         object.__setattr__(self, "bad_words", bad_words(self.bad_words))
+        object.__setattr__(self, "logits_processors", processor_names(self.logits_processors))
         object.__setattr__(self, "logit_bias", biases(self.logit_bias))
         if self.allowed_token_ids is not None:
             object.__setattr__(
@@ -293,6 +298,10 @@ class SamplingParams:
             or self.repetition_penalty != 1
         )
 
+    def numerics(self, fingerprint: str) -> str:
+        """Return an engine's fingerprint with the processors, by whose names their code counts."""
+        return "+".join((fingerprint, *self.logits_processors))
+
     @property
     def scores_prompt(self) -> bool:
         """True if logprobs at prompt positions are returned."""
@@ -318,6 +327,7 @@ class SamplingParams:
             or self.min_tokens > 0
             or self.grammar is not None
             or self.has_rules
+            or bool(self.logits_processors)
         )
         return self.filters or (masks and self.temperature > 0)
 

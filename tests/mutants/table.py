@@ -979,4 +979,11 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         new="        if words is not None or bad.always:\n            if banned",
         seen_by="tests/engine/test_thinking.py -k bad_words",
     ),
+    Fault(
+        "processors_see_no_drafts",
+        "src/nano_inference/core/logits_processors.py",
+        old="self._processed(seq, chunks.behind.get(index, ()), old)",
+        new="self._processed(seq, (), old)",
+        seen_by="tests/engine/test_logits_processors.py -k see_drafts",
+    ),
 )

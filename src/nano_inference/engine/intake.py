@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
+from nano_inference.core.logits_processors import LogitsProcessors
 from nano_inference.core.named_ids import prompt_scoring
 from nano_inference.core.sequence import (
     POLICY,
@@ -66,6 +67,7 @@ class Intake:
         self.grammars = GrammarCompiler(lambda: vocabulary_of(checks), backend)
         self.token_masks = TokenMasks(self.grammars)
         self.rule_maker = RuleMaker(checks)
+        self.processors = LogitsProcessors()
         # False if the caller has already checked the grammars outside the stepping thread
         self.checks_grammars = True
         self.take_routes = take_routes
@@ -135,6 +137,7 @@ class Intake:
         num_wanted = limits.get("num_wanted")
         _require_wanted(num_wanted, num_samples)
         stop_ids = checks.stop_ids(params)
+        self.processors.require(params.logits_processors)
         grammar, adapter = self.grammar_of(params), self.adapter_of(params.adapter)
         rules = self.rules_of(params, len(token_ids))
         if rules is not None:
