@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.text import control_tokens, sandbox
+from nano_inference.text import control_tokens, reuse, sandbox
 from nano_inference.text.messages import Messages, checked_kwargs, plain, prepare
 from nano_inference.text.tokenizer import Tokenizer
 
@@ -91,7 +91,9 @@ def encode_chat(
         continue_final_message,
         control_tokens.counter(tokenizer),
     )
-    return control_tokens.encode_marked(tokenizer, text) if marked else tokenizer.encode(text)
+    return (
+        control_tokens.encode_marked(tokenizer, text) if marked else reuse.encode(tokenizer, text)
+    )
 
 
 def warm_up(tokenizer: Tokenizer) -> None:
