@@ -100,6 +100,17 @@ class Keys:
                 raise ApiError(401, _WRONG if digests else _MISSING, headers=_ASK)
             raise ApiError(403, "this route needs the admin key.", headers=NO_RETRY)
 
+    def holder(self, headers: Headers) -> tuple[bytes, bool]:
+        """Return the digest of the request's key, and True if it opens what belongs to other keys.
+        Without keys, all clients are one.
+        """
+        if not self._keys:
+            return b"", True
+        digests = [_digest(key) for key in _keys_in(headers)]
+        valid = [key for key in self._keys if _among(digests, [key])]
+        is_admin = self._admin is not None and _among(digests, [self._admin])
+        return (valid or [b"admin"])[0], is_admin
+
     def _refuse_strangers(self, headers: Headers) -> None:
         """Reject web pages and requests that a proxy forwards. A proxy's requests come from this
         machine, but may be anyone's.
@@ -314,6 +325,8 @@ class Gate:
         if not path.isprintable():  # the router's patterns accept a trailing line feed
             raise no_route(path)
         self._keys.require(path, headers)
+        record = record_of(scope)
+        record.owner, record.is_admin = self._keys.holder(headers)
         if path not in HEALTH | paths.PAGE:
             self._ready()
         if scope["method"] in _WITH_BODY:
