@@ -64,6 +64,7 @@ class Limits(TypedDict, total=False):
     max_staleness: int | None
     exact_version: int | None
     max_entries: int | None
+    place: int | None
 
 
 class UpdateOptions(TypedDict, total=False):
@@ -674,6 +675,47 @@ class SpeculationStats:
     def num_accepted(self) -> int:
         """Total number of rows whose draft was accepted."""
         return sum(map(sum, self.accepted.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """State of an open request between two steps. It holds no token and no text.
+
+    Attributes:
+        request_id: Id of the request.
+        name: Name that its client gave it, or None.
+        state: `"running"` if any sample has blocks, otherwise `"waiting"` or `"held"`. A held
+            request must not be scheduled yet.
+        reason: Why it computes nothing in the next step, as the scheduler decides it. Empty if it
+            does, or if it runs.
+        behind: Id of the waiting request that it must not overtake, if that is the reason.
+        num_samples: Number of unfinished samples.
+        priority: Scheduling priority. Lower goes first.
+        prompt_tokens: Number of prompt tokens.
+        computed_tokens: Number of its tokens whose keys and values are computed, over all samples.
+        completion_tokens: Number of its sampled tokens, over all samples.
+        cached_tokens: Prompt tokens found in the prefix cache.
+        blocks: Number of KV blocks that it holds. A block that samples share counts once.
+        weight_version: Version of the weights that computes it.
+        adapter: Name of its adapter, or None.
+        queued: Seconds in the queue so far.
+    """
+
+    request_id: int
+    name: str | None
+    state: Literal["running", "waiting", "held"]
+    reason: str
+    behind: int | None
+    num_samples: int
+    priority: int
+    prompt_tokens: int
+    computed_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    blocks: int
+    weight_version: int
+    adapter: str | None
+    queued: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,8 @@ class Intake:
         most_mask_ids = checks.require(
             *(len(token_ids), params, num_samples, limits.get("max_entries")), embeds=embeds
         )
-        for name in ("min_version", "max_staleness", "exact_version"):
-            _require_version(name, limits.get(name))
+        for name in ("min_version", "max_staleness", "exact_version", "place"):
+            _require_whole(name, limits.get(name))
         self._require_not_gone(limits.get("exact_version"))
         num_wanted = limits.get("num_wanted")
         _require_wanted(num_wanted, num_samples)
@@ -158,6 +158,7 @@ class Intake:
             **prompt_scoring(params, token_ids),
             streaming=stream,
             at_end=self.take_routes if params.routed_experts else None,
+            place=limits.get("place"),
         )
         return Sequence(
             self.live.new_id(),
@@ -237,7 +238,7 @@ def vocabulary_of(checks: RequestChecks) -> Vocabulary:
     )
 
 
-def _require_version(name: str, value: int | None) -> None:
+def _require_whole(name: str, value: int | None) -> None:
     if value is not None and not is_whole(value, 0):
         raise InvalidRequest(f"{name}={value!r} must be a non-negative integer or None.")
 
