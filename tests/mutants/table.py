@@ -374,8 +374,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "forced_text_may_hold_its_end",
         "src/nano_inference/server/api/parsing/value_grammars.py",
-        old='return f"(/{pattern}/ & ~/(.|\\n)*{regex_of(text)}(.|\\n)*/)"',
-        new='return f"(/{pattern}/ & ~/(.|\\n)*{regex_of(text)}{pattern}x/)"',
+        old='return f"(/{pattern}/ & ~/(.|\\\\n)*{regex_of(text)}(.|\\\\n)*/)"',
+        new='return f"(/{pattern}/ & ~/(.|\\\\n)*{regex_of(text)}{pattern}x/)"',
         seen_by="tests/server/api/parsing/test_tool_grammars.py",
     ),
     Fault(
