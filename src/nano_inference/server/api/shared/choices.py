@@ -10,7 +10,7 @@ import msgspec
 from nano_inference.server.api.parsing import OutputParser, Parsed, ToolCallDelta
 from nano_inference.text.detokenizer import SPECIAL_MARK, Detokenizer, OutputText, special_among
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import Delta, TopLogprobs, TrainingSample
+from nano_inference.types import Delta, LogprobMatrix, TopLogprobs, TrainingSample
 
 
 class ChoiceDelta(
@@ -22,8 +22,8 @@ class ChoiceDelta(
         index: Index of the choice: prompt by prompt, `n` samples each.
         content, reasoning: New text.
         tool_calls: New parts of tool calls.
-        token_ids, logprobs, top_logprobs, raw_logprobs, log_kept_mass: New tokens, and their
-            values. Text may lag behind them.
+        token_ids, logprobs, top_logprobs, raw_logprobs, log_kept_mass, token_id_logprobs: New
+            tokens, and their values. Text may lag behind them.
         finished: The whole sample.
     """
 
@@ -37,6 +37,7 @@ class ChoiceDelta(
     raw_logprobs: tuple[float, ...] | None = None
     finished: TrainingSample | None = None
     log_kept_mass: tuple[float, ...] | None = None
+    token_id_logprobs: LogprobMatrix | None = None
 
 
 class TextStyle(msgspec.Struct, frozen=True):
@@ -125,6 +126,7 @@ class Choice:
             top_logprobs=sample.top_logprobs,
             raw_logprobs=sample.raw_logprobs,
             finished=sample,
+            token_id_logprobs=sample.token_id_logprobs,
         )
 
     def push(self, deltas: Sequence[Delta]) -> ChoiceDelta:
@@ -162,6 +164,7 @@ class Choice:
             new.raw_logprobs,
             self.finished,
             new.log_kept_mass,
+            new.token_id_logprobs,
         )
 
     def _text_of(self, token_ids: tuple[int, ...], detokenizer: "Detokenizer | _Searched") -> str:
@@ -196,6 +199,9 @@ def _join(deltas: Sequence[Delta]) -> Delta:
         for name in ("token_ids", "logprobs", "top_logprobs", "raw_logprobs", "log_kept_mass")
     }
     optional = {name: each or None for name, each in joined.items() if name not in _ALWAYS}
+    for name in ("token_id_logprobs", "raw_token_id_logprobs"):
+        parts = [each for delta in deltas if (each := getattr(delta, name)) is not None]
+        optional[name] = LogprobMatrix.joined(parts) if parts else None
     return dataclasses.replace(deltas[0], **joined | optional)
 
 

@@ -18,6 +18,7 @@ from nano_inference.server.api.parsing import (
 )
 from nano_inference.server.api.shared.fields import decode
 from nano_inference.server.api.shared.protocol import AnswerParsers, Served
+from nano_inference.server.api.shared.thoughts import History, require_kept, with_history
 from nano_inference.server.errors import ApiError, bad_request, shown
 from nano_inference.text.chat import encode_chat
 from nano_inference.text.detokenizer import SPECIAL_MARK, Detokenizer
@@ -219,10 +220,12 @@ def encode_conversation(
     continue_final_message: bool,
     documents: Sequence[Mapping[str, Any]] | None = None,
     add_special_tokens: bool = False,
+    history: History | None = None,
 ) -> list[int]:
     """Return the token ids of a conversation. The arguments are those of `encode_chat`. With
     `add_special_tokens` they are surrounded by the tokens that the tokenizer puts around any text.
-    Raises `ApiError` and `InvalidRequest`.
+    `history` keeps or strips the reasoning of earlier turns. Raises `ApiError` and
+    `InvalidRequest`.
     """
     tokenizer = need_tokenizer(served)
     if tools:
@@ -230,6 +233,7 @@ def encode_conversation(
         if served.chat_format.tools is None:
             _say_once()
     require_possible_length("".join(each["content"] or "" for each in messages), served, "messages")
+    messages, template_kwargs = with_history(messages, history, served, template_kwargs)
     token_ids = encode_chat(
         tokenizer,
         messages,
@@ -239,6 +243,8 @@ def encode_conversation(
         template_kwargs=template_kwargs,
         documents=documents,
     )
+    if history == "keep":
+        require_kept(messages, token_ids, served)
     return _around(token_ids, tokenizer) if add_special_tokens else token_ids
 
 
