@@ -929,6 +929,27 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/nano_training_service/test_losses.py -k multiplied_by_0",
     ),
     Fault(
+        "a_response_is_everyones",
+        "src/nano_inference/server/api/openai/kept_responses.py",
+        old="if entry is not None and entry.kept.owner == owner:",
+        new="if entry is not None:",
+        seen_by="tests/server/api/openai/test_responses_background.py -k belongs",
+    ),
+    Fault(
+        "a_seal_knows_no_owner",
+        "src/nano_inference/server/api/openai/responses_reasoning.py",
+        old='len(who).to_bytes(4, "big") + who + data',
+        new='len(who).to_bytes(4, "big") + data',
+        seen_by="tests/server/api/openai/test_responses_background.py -k seal",
+    ),
+    Fault(
+        "an_input_is_decoded_amid_an_escape",
+        "src/nano_inference/server/api/openai/responses_tools.py",
+        old=r'r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"',
+        new=r'r"|\\u[0-9a-fA-F]{4}"',
+        seen_by="tests/server/api/openai/test_responses_tools.py -k decoded",
+    ),
+    Fault(
         "a_response_forgets_those_before",
         "src/nano_inference/server/api/openai/responses_answer.py",
         old="self._keep(response, [*self._before, *self._own, *said])",

@@ -53,6 +53,8 @@ class ServerConfig:
         api_keys: Keys that open every client route. `/health`, `/ping`, `/liveness`, `/docs` and
             the page need no key. Empty: no key is needed.
         admin_key: Key of the routes that change the engine. None: these routes are off.
+        reasoning_key: Key that signs `encrypted_content` of reasoning. Servers with the same key
+            accept each other's. None: a random key, which a restart forgets.
         in_process: Run the engine in the server's process instead of its own.
         restart_engine: Start a new engine when the old one dies.
         replicas: Number of independent engines. If one dies, another continues its requests with
@@ -141,6 +143,12 @@ class ServerConfig:
     )
     admin_key: str | None = option(
         None, KEYS, "Enable the routes that change the engine, with this key.", metavar="KEY"
+    )
+    reasoning_key: str | None = option(
+        None,
+        KEYS,
+        "Sign encrypted_content with this key (/v1/responses). Default: a random one.",
+        metavar="KEY",
     )
     in_process: bool = option(False, SERVER, "Run the engine in the server's process.")
     restart_engine: bool = option(False, SERVER, "Start a new engine if the old one dies.")
@@ -376,7 +384,8 @@ class ServerConfig:
         if not isinstance(keys, tuple):
             # the message omits the value, which may be a key
             raise ConfigError("api_keys must be a tuple of strings.")
-        for key in (*keys, *(() if self.admin_key is None else (self.admin_key,))):
+        secrets = (*keys, self.admin_key, self.reasoning_key)
+        for key in (secret for secret in secrets if secret is not None):
             if not (
                 isinstance(key, str)
                 and key.isascii()
@@ -385,7 +394,8 @@ class ServerConfig:
                 and " " not in key
             ):
                 raise ConfigError(
-                    "api_keys and admin_key must be nonempty, printable ASCII without spaces."
+                    "api_keys, admin_key and reasoning_key must be nonempty, printable ASCII "
+                    "without spaces."
                 )
         if self.admin_key in keys:
             raise ConfigError("admin_key must differ from all api_keys.")

@@ -22,6 +22,7 @@ from nano_inference.remote.client import EngineClient
 from nano_inference.remote.tasks import start_task
 from nano_inference.server import paths
 from nano_inference.server.api.openai.kept_responses import KeptResponses
+from nano_inference.server.api.openai.responses_reasoning import Seal
 from nano_inference.server.api.parsing import chat_format
 from nano_inference.server.api.shared.detached import Detached
 from nano_inference.server.api.shared.generation import Generation, answer, events
@@ -223,6 +224,7 @@ def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> 
         version_number=lambda name: control.engine.names.number(name),
         adapters=control.adapters.loaded,
         responses=KeptResponses(config.max_stored_responses),
+        seal=Seal(config.reasoning_key),
     )
 
 

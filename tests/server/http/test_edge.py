@@ -387,6 +387,7 @@ def test_cors_is_off_by_default(keyed: str) -> None:
         {"api_keys": ("",)},
         {"api_keys": ("se cret",)},
         {"admin_key": ""},
+        {"reasoning_key": "a b"},
         {"api_keys": ("secret",), "admin_key": "secret"},
         {"max_queued_samples": -1},
         {"max_body_bytes": 0},

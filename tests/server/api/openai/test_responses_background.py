@@ -67,7 +67,7 @@ def test_background_response_is_polled(client: OpenAI, script: ScriptedClient) -
 def test_background_stream_resumes_anywhere(client: OpenAI, script: ScriptedClient) -> None:
     script.script = Script(THINKS_AND_CALLS)
     options: Any = {"model": "scripted", "input": "x", "tools": TOOLS, "background": True}
-    events = list(client.responses.create(**options, stream=True))
+    events: list[Any] = list(client.responses.create(**options, stream=True))
     assert [event.type for event in events[:3]] == [
         "response.created",
         "response.queued",
@@ -280,7 +280,7 @@ def test_sealed_thought_is_rendered_again(tmp_path: Path, stream: bool) -> None:
     ):
         options: Any = {"model": "scripted", "store": False, "include": ENCRYPTED}
         if stream:
-            *_, done = client.responses.create(**options, input="x", stream=True)
+            done: Any = list(client.responses.create(**options, input="x", stream=True))[-1]
             output = done.response.output
         else:
             output = client.responses.create(**options, input="x").output

@@ -90,7 +90,7 @@ def test_custom_call_makes_the_round(client: OpenAI, script: ScriptedClient) -> 
     ]
     deltas = [each.delta for each in events if each.type == "response.custom_tool_call_input.delta"]
     assert "".join(deltas) == said
-    (call,) = events[-1].response.output  # pyright: ignore
+    call: Any = events[-1].response.output[0]  # pyright: ignore
     assert (call.type, call.name, call.input, call.status) == (
         *("custom_tool_call", "run_sql", said),
         "completed",
@@ -273,7 +273,7 @@ def test_call_that_does_not_fit_is_one_of_a_function(
     script.script = calling("shell", commands="ls")
     tools: Any = [{"type": "shell"}]
     events = list(client.responses.create(model="scripted", input="x", tools=tools, stream=True))
-    (call,) = events[-1].response.output  # pyright: ignore
+    call: Any = events[-1].response.output[0]  # pyright: ignore
     assert (call.type, call.name) == ("function_call", "shell")
     assert json.loads(call.arguments) == {"commands": "ls"}
     assert "response.function_call_arguments.done" in [event.type for event in events]

@@ -181,9 +181,7 @@ def page_of(
     if after is not None:
         places = [index for index, item in enumerate(ordered) if item["id"] == after]
         if not places:
-            raise bad_request(
-                f"after names {shown(after)}, which is no item of the input.", "after"
-            )
+            raise bad_request(f"the input has no item {shown(after)}, which after names.", "after")
         ordered = ordered[places[0] + 1 :]
     page = ordered[:limit]
     return {

@@ -306,15 +306,15 @@ def _flat(tools: Sequence[ResponseTool], within: str) -> Iterator[tuple[PlainToo
         if not tool.tools:
             raise bad_request(f"{where}.tools must list at least one tool.", f"{where}.tools")
         for number, inner in enumerate(tool.tools):
-            place = f"{where}.tools.{number}"
-            check_part(inner, place)
+            inner_where = f"{where}.tools.{number}"
+            check_part(inner, inner_where)
             if inner.type not in ("function", "custom"):
                 raise bad_request(
-                    f"{place} is of type {shown(inner.type)}; a namespace holds functions and "
-                    "custom tools.",
-                    place,
+                    f"{inner_where} is of type {shown(inner.type)}; a namespace holds functions "
+                    "and custom tools.",
+                    inner_where,
                 )
-            yield inner, name, place
+            yield inner, name, inner_where
 
 
 def _name(tool: PlainTool, where: str) -> str:
