@@ -59,8 +59,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made(model: Path, **options: object) -> InferenceEngine:
     engine = InferenceEngine(EngineConfig(str(model), **options))  # pyright: ignore
-    for each in (unchanged, colder, without_repeats, raised):
-        engine.register_logits_processor(each.__name__, each)
+    for processor in (unchanged, colder, without_repeats, raised):
+        engine.register_logits_processor(processor.__name__, processor)
     for name, (function, _) in BROKEN.items():
         engine.register_logits_processor(name, function)
     return engine
