@@ -34,7 +34,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo grpo-json grpo-lora same-hash trl-grpo trl-lora test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers test-tinker test-page lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers docs wheel clean
+.PHONY: help demo distill grpo grpo-json grpo-lora same-hash trl-grpo trl-lora test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers test-tinker test-page lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,9 @@ grpo-json: $(INSTALLED) ## ten minutes of GRPO whose answers are JSON under a gr
 
 grpo-lora: $(INSTALLED) ## the same with an adapter of rank 16 alone; curves in out/grpo-lora/
 	$(BIN)/python examples/grpo.py --lora 16 --learning-rate 1e-3 --out out/grpo-lora
+
+distill: $(INSTALLED) ## on-policy distillation of a damaged model; the curve in out/distill/
+	$(BIN)/python examples/distill.py --out out/distill
 
 same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches, threads: the same checkpoint
 	$(BIN)/python -m examples.same_hash

@@ -39,6 +39,20 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "named_id_ignores_filters",
+        "src/nano_inference/ops/cpu/kernels/head.cpp",
+        old="      const bool kept = !filtered || r.has(drawn[id], id);",
+        new="      const bool kept = true;",
+        seen_by="tests/engine/test_named_ids.py -k named_ids_do_not_change",
+    ),
+    Fault(
+        "named_ids_of_a_dropped_draft_shift",
+        "src/nano_inference/core/apply.py",
+        old="    return {row: (named[0][a:b], named[1][a:b]) for row, (a, b) in spans if b > a}",
+        new="    return {row: (named[0][: b - a], named[1][: b - a]) for row, (a, b) in spans if b > a}",
+        seen_by="tests/invariance/test_schedule_invariance.py",
+    ),
+    Fault(
         "linear_splits_k_by_rows",
         "src/nano_inference/ops/reference/backend.py",
         old="        return _linear_of_segments(x, weight, bias, segments)",

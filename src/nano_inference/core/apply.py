@@ -266,7 +266,10 @@ def commit_scores(
         sample = seq.request.scored_sample
         if sample is not None and seq.num_scored == len(seq.request.scored):
             retire(seq, sequences, cache)
-            done.append(replace(sample, ref_logprobs=tuple(seq.scores)))
+            best_of_all = tuple(seq.score_best) if seq.request.num_best else None
+            done.append(
+                replace(sample, ref_logprobs=tuple(seq.scores), prompt_top_logprobs=best_of_all)
+            )
     return done
 
 

@@ -32,7 +32,6 @@ class Demand(NamedTuple):
             small, so one entry covers `IDS_OF_AN_ENTRY` ids.
         named: Number of `logprob_token_ids`.
         prompt_named: Number of `prompt_logprob_token_ids` at a position.
-        named_rows: Number of prompt positions that have named ids.
         raw: True if raw logprobs of `logprob_token_ids` are returned too.
     """
 
@@ -49,7 +48,6 @@ class Demand(NamedTuple):
     routed: int = 0
     named: int = 0
     prompt_named: int = 0
-    named_rows: int = 0
     raw: bool = False
 
     def entries(self) -> int:
@@ -95,7 +93,6 @@ def demand_of(
         routed=-(-experts // IDS_OF_AN_ENTRY) if params.routed_experts else 0,
         named=len(params.logprob_token_ids),
         prompt_named=max(map(len, rows), default=0),
-        named_rows=max(prompt_len - 1 - params.prompt_logprob_start, 0) if rows else 0,
         raw=params.raw_logprobs,
     )
 
@@ -151,8 +148,8 @@ _LEVERS = {
 
 
 def _parts(demand: Demand) -> dict[str, int]:
-    prompt = demand.prompt * (1 + demand.scores_prompt + demand.prompt_top_logprobs)
-    prompt += demand.named_rows * demand.prompt_named
+    scores = demand.scores_prompt + demand.prompt_top_logprobs + demand.prompt_named
+    prompt = demand.prompt * (1 + scores)
     return {
         "prompt": prompt * (demand.num_samples if demand.repeats_prompt else 1),
         "completions": demand.num_samples

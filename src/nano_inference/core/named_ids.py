@@ -38,17 +38,17 @@ class PromptTargets:
         return self._row(self.rows[place])
 
     def _row(self, row: int) -> list[int]:
-        own = self.prompt[row + 1]
+        following = self.prompt[row + 1]
         ids = named_at(self.params, row)
-        return [own, *ids, *[own] * (self.width - 1 - len(ids))]
+        return [following, *ids, *[following] * (self.width - 1 - len(ids))]
 
 
 def named_at(params: SamplingParams, row: int) -> tuple[int, ...]:
     """Return the ids that are named for the token after a row of the prompt."""
-    rows, place = params.prompt_logprob_token_ids, row - params.prompt_logprob_start
-    if not rows or place < 0:
+    rows, index = params.prompt_logprob_token_ids, row - params.prompt_logprob_start
+    if not rows or index < 0:
         return ()
-    return rows[0] if len(rows) == 1 else rows[place]
+    return rows[0] if len(rows) == 1 else rows[index]
 
 
 def prompt_targets(params: SamplingParams, prompt: Listed[int], rows: range) -> Listed[Listed[int]]:
@@ -116,16 +116,16 @@ def prompt_matrix(
 
 def resumed_scores(sample: TrainingSample, params: SamplingParams) -> list[float]:
     """Return the scores of a resumed sample's prompt, as its new sequence holds them."""
-    own, named = sample.prompt_logprobs, sample.prompt_token_id_logprobs
+    logprobs, named = sample.prompt_logprobs, sample.prompt_token_id_logprobs
     if named is None:
-        return list((own or ())[1:])
+        return list((logprobs or ())[1:])
     scores: list[float] = []
     rows = named.tolist()
     first = 0 if params.prompt_logprobs else params.prompt_logprob_start
     for row in range(first, len(sample.prompt_tokens) - 1):
-        place = row - params.prompt_logprob_start
-        scores.append(math.nan if own is None else own[row + 1])
-        scores += [math.nan] * named.shape[1] if place < 0 else rows[place]
+        index = row - params.prompt_logprob_start
+        scores.append(math.nan if logprobs is None else logprobs[row + 1])
+        scores += [math.nan] * named.shape[1] if index < 0 else rows[index]
     return scores
 
 

@@ -17,7 +17,7 @@ from nano_inference.core.sequence import POLICY, ServedAdapter
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.scoring import ScoreRequest, checked_sequence, score_tokens
 from nano_inference.errors import InvalidRequest
-from nano_inference.fields.checks import real
+from nano_inference.fields.checks import real, whole
 from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.param_masks import masks_of_params, masks_only
 from nano_inference.structured.grammar import Grammar
@@ -81,6 +81,53 @@ def score(
     """
     batch = check_batch(engine, sequences, from_position, temperature, grammar, targets=targets)
     return score_batch(engine, batch, POLICY, engine.intake.adapter_of(adapter)).logprobs
+
+
+class TopTokens(NamedTuple):
+    """Most probable tokens at each position of a sequence, best first, ties by lower id.
+
+    Attributes:
+        token_ids: int64 [positions, k].
+        logprobs: float32 [positions, k].
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+
+
+def top_tokens(
+    engine: InferenceEngine,
+    sequences: Iterable[TokenIds],
+    k: int,
+    *,
+    from_position: int | Iterable[int] = 1,
+    temperature: float = 1.0,
+) -> list[TopTokens]:
+    """Compute the k most probable tokens at each position, given the tokens before it.
+
+    A teacher names them for a student, whose logprobs of the same ids `PolicyModel.logprobs`
+    returns: pass them as `targets`. Arguments and errors are those of `score`, but positions begin
+    at 1, because no distribution precedes the first token.
+    """
+    whole("k", k, 1, engine.spec.vocab_size + 1)
+    batch = check_batch(engine, sequences, from_position, temperature)
+    if 0 in batch.positions:
+        raise InvalidRequest(
+            "from_position=0 has no distribution, because nothing precedes the first token; use 1."
+        )
+    pairs = zip(batch.token_ids, batch.positions, strict=True)
+    requests = [ScoreRequest(ids, position, num_best=k) for ids, position in pairs]
+    best = [scores.best for scores in score_tokens(engine, requests)]
+    ids = [_matrix([each.token_ids for each in rows], k, torch.int64) for rows in best]
+    logprobs = [_matrix([each.logprobs for each in rows], k, torch.float32) for rows in best]
+    if batch.temperature != 1:  # the same tokens, with other logprobs
+        again = check_batch(engine, batch.token_ids, batch.positions, temperature, targets=ids)
+        logprobs = score_batch(engine, again, POLICY).logprobs
+    return [TopTokens(*pair) for pair in zip(ids, logprobs, strict=True)]
+
+
+def _matrix(rows: Listed[Listed[float]], k: int, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(rows, dtype=dtype).view(-1, k)
 
 
 class SequenceMasks(NamedTuple):
@@ -300,7 +347,7 @@ def score_batch(
     requests = [_request(batch, part.index, part.start, starts[part.index]) for part in plan]
     known: dict[int, list[float]] = {}  # logprobs from `starts` on
     routes: dict[int, Tensor | None] = {}
-    for part, (scores, routed) in zip(
+    for part, (scores, routed, _) in zip(
         plan, score_tokens(engine, requests, weight_set, adapter), strict=True
     ):
         first, width = starts[part.index], batch.width(part.index)
