@@ -72,6 +72,7 @@ NAMES = {
     *("VersionGone", "WeightUpdateError", "WeightUpdateConflict", "WeightTransferError"),
     *("RequestAborted", "EngineDead", "RankLost"),
     *("AdapterError", "AdapterInfo", "AdapterNotFound", "LoraSettings"),
+    *("Conversation", "TokenSpan", "TemplateRewritesPast"),
 }
 
 FIELDS: dict[type, dict[str, Any]] = {
@@ -252,6 +253,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "max_staleness": None,
         "num_wanted": None,
         "exact_version": None,
+        "place": None,
     },
     "resume_from": {
         "sample": REQUIRED,

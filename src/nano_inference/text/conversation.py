@@ -233,14 +233,14 @@ class Conversation:
                 "start a new conversation."
             )
         ends = {name for name in (self._stop, *self._turn_ends) if name is not None}
-        found = {at: name for name in ends if (at := text.find(name, start)) >= 0}
-        if not found:
+        closings = {at: name for name in ends if (at := text.find(name, start)) >= 0}
+        if not closings:
             raise TemplateRewritesPast(
                 "the chat template writes no control token at the end of the model's turn, so the "
                 "text after it is unknown; start a new conversation."
             )
-        end = min(found)
-        rest = text[end:] if self._stop is None else text[end + len(found[end]) :]
+        end = min(closings)
+        rest = text[end:] if self._stop is None else text[end + len(closings[end]) :]
         return rest.replace(mark, "")  # an answer may repeat the name of its call
 
     @property
