@@ -74,6 +74,7 @@ NAMES = {
     *("VersionGone", "WeightUpdateError", "WeightUpdateConflict", "WeightTransferError"),
     *("RequestAborted", "EngineDead", "RankLost"),
     *("AdapterError", "AdapterInfo", "AdapterNotFound", "LoraSettings"),
+    *("Conversation", "TokenSpan", "TemplateRewritesPast"),
 }
 
 FIELDS: dict[type, dict[str, Any]] = {
@@ -152,10 +153,10 @@ FIELDS: dict[type, dict[str, Any]] = {
         "cache_priority": 0,
         "thinking_token_budget": None,
         "bad_words": (),
-        "logits_processors": (),
         "logprob_token_ids": (),
         "prompt_logprob_token_ids": (),
         "prompt_logprob_start": 0,
+        "logits_processors": (),
     },
     TrainingSample: {
         "prompt_tokens": REQUIRED,
@@ -269,6 +270,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "max_staleness": None,
         "num_wanted": None,
         "exact_version": None,
+        "place": None,
     },
     "resume_from": {
         "sample": REQUIRED,

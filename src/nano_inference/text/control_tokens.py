@@ -179,12 +179,29 @@ def named_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Return the text of token ids, with secret names for control tokens."""
     control, secret = _control_tokens(tokenizer), _secret_tokenizer(tokenizer)
     parts: list[str] = []
-    for is_control, run in groupby(token_ids, control.__contains__):
+    before: list[int] = []  # the control token that a run of text follows
+    for is_control, tokens in groupby(token_ids, control.__contains__):
+        run = list(tokens)
         if is_control:
             parts += [secret.names[control[token_id].content] for token_id in run]
+            before = run[-1:] if _decodes_after_control(tokenizer) else []
         else:
-            parts.append(tokenizer.decode(list(run), skip_special_tokens=False))
+            head = tokenizer.decode(before, skip_special_tokens=False)
+            text = tokenizer.decode([*before, *run], skip_special_tokens=False)
+            parts.append(text.removeprefix(head))
     return "".join(parts)
+
+
+@lru_cache(maxsize=8)
+def _decodes_after_control(tokenizer: Tokenizer) -> bool:
+    """Return True if text is decoded together with the control token before it. False: a tokenizer
+    puts a space before every text, which decoding removes only at the beginning.
+    """
+    secret = _secret_tokenizer(tokenizer)
+    for token, name in secret.names.items():
+        ids = [secret.ids.get(each, each) for each in secret.encode(f"{name}x")]
+        return tokenizer.decode(ids, skip_special_tokens=False) == f"{token}x"
+    return True
 
 
 def encode_named(tokenizer: Tokenizer, text: str) -> list[int]:

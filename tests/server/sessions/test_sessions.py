@@ -54,16 +54,16 @@ def test_turns_keep_their_sampled_ids(api: httpx.Client, tokenizer: Tokenizer) -
     first = sampled(api, name, logprobs=True)
     ids = first["choices"][0]["token_ids"]
     second = sampled(api, name, messages=[MORE])
-    told = api.get(f"/sessions/{name}/tokens").json()
+    kept = api.get(f"/sessions/{name}/tokens").json()
     prompt = encode_chat(tokenizer, [HI])
-    assert told["token_ids"][: len(prompt) + len(ids)] == [*prompt, *ids]
-    authors = [span["author"] for span in told["spans"]]
+    assert kept["token_ids"][: len(prompt) + len(ids)] == [*prompt, *ids]
+    authors = [span["author"] for span in kept["spans"]]
     assert authors == ["template", "model", "template", "model"]
     at = second["prompt_token_ids"]
-    assert told["token_ids"] == [*at, *second["choices"][0]["token_ids"]]
-    assert sum(told["loss_mask"]) == len(ids) + len(second["choices"][0]["token_ids"])
+    assert kept["token_ids"] == [*at, *second["choices"][0]["token_ids"]]
+    assert sum(kept["loss_mask"]) == len(ids) + len(second["choices"][0]["token_ids"])
     rows = first["choices"][0]["logprobs"]["content"]
-    assert told["logprobs"][len(prompt) : len(prompt) + len(ids)] == pytest.approx(
+    assert kept["logprobs"][len(prompt) : len(prompt) + len(ids)] == pytest.approx(
         [row["logprob"] for row in rows], abs=1e-6
     )
 
@@ -263,8 +263,8 @@ def test_requests_are_seen_by_their_key(model: Path) -> None:
         reasons = {"max_batch_size is reached", "an earlier request goes first"}
         assert {row["reason"] for row in waiting} == reasons
         assert all(row["session"] == "s" and row["age"] >= 0 for row in rows)
-        own = client.get("/requests", headers=headers("one")).json()["data"]
-        assert {row["id"] for row in own} <= {"first"}
+        rows = client.get("/requests", headers=headers("one")).json()["data"]
+        assert {row["id"] for row in rows} <= {"first"}
         assert client.get("/requests").status_code == 401
         name = client.post("/sessions", json={"messages": [HI]}, headers=headers("one"))
         assert name.status_code == 400  # this model has no tokenizer

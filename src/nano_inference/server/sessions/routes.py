@@ -73,8 +73,8 @@ def _add_opening(router: APIRouter, server: Server) -> None:
     )
     async def listed(request: Request) -> Response:
         record = record_of(request.scope)
-        own = sessions.of(record.owner, is_admin=record.is_admin)
-        rows = [_described(session, server) for session in own]
+        visible = sessions.of(record.owner, is_admin=record.is_admin)
+        rows = [_described(session, server) for session in visible]
         return json_reply(200, {"object": "list", "data": rows})
 
     @router.get(_PATH, openapi_extra=operation(None, SESSION, summary="Describe a session"))
@@ -268,14 +268,14 @@ def _shared_length(session: Session, relatives: list[Session]) -> int:
     """Return the number of tokens that must stay kept: those that a relative has too, and the
     opening, with which other sessions may begin.
     """
-    own = session.chat.token_ids
+    ids = session.chat.token_ids
     shared = session.chat.spans[0].end
     for other in relatives:
         theirs = other.chat.token_ids
-        low, high = shared, min(len(own), len(theirs))
+        low, high = shared, min(len(ids), len(theirs))
         while low < high:  # the lengths of equal beginnings form a range
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if own[:middle] == theirs[:middle] else (low, middle - 1)
+            low, high = (middle, high) if ids[:middle] == theirs[:middle] else (low, middle - 1)
         shared = low
     return shared
 

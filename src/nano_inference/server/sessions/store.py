@@ -176,10 +176,10 @@ class SessionStore:
                 del self._sessions[session.name]
 
     def _require_room(self, owner: str, count: int, num_bytes: int) -> None:
-        own, config = self.of(owner), self._config
-        if len(own) + count > config.max_sessions:
+        mine, config = self.of(owner), self._config
+        if len(mine) + count > config.max_sessions:
             raise _full(f"{config.max_sessions} sessions are open (max_sessions)")
-        if sum(each.num_bytes for each in own) + num_bytes > config.max_session_bytes:
+        if sum(each.num_bytes for each in mine) + num_bytes > config.max_session_bytes:
             raise _full(f"the sessions exceed {config.max_session_bytes} bytes (max_session_bytes)")
 
     def _new_name(self, owner: str) -> str:

@@ -109,8 +109,8 @@ def _of_session(request: TurnRequest, session: Session) -> TurnRequest:
     tools = None if request.tools is None else [_dumped(tool) for tool in request.tools]
     if tools is not None and tools != chat.tools:
         raise bad_request("tools must be the session's; omit them.", "tools")
-    given = template_kwargs(request)
-    if any(chat.template_kwargs.get(name) != value for name, value in given.items()):
+    variables = template_kwargs(request)
+    if any(chat.template_kwargs.get(name) != value for name, value in variables.items()):
         name = "chat_template_kwargs" if request.chat_template_kwargs else "reasoning_effort"
         raise bad_request(f"{name} must be the session's; omit it.", name)
     if request.model is not None and options.model not in (None, request.model):
