@@ -444,6 +444,11 @@ SERVER_ROWS = (
 )
 
 REQUEST_ROWS = (
+    _feature("the first position of named ids", "prompt_logprob_start")(
+        "it is the first position of the prompt's named ids",
+        "set both",
+        needs=(Asked("prompt_logprob_token_ids"),),
+    ),
     _feature("top logprobs of a prompt", "prompt_top_logprobs")(
         "they are returned with the prompt's logprobs",
         "set both",
@@ -458,6 +463,9 @@ REQUEST_ROWS = (
 SERVED_ROWS = (
     _feature("kept blocks", "keep_cache_seconds")(
         "the engine keeps no blocks", "omit it", excludes=(_NO_PREFIXES,)
+    ),
+    _feature("logits processors", "logits_processors")(
+        "each process has only a part of the logits or of the steps", "use one rank", ranks=()
     ),
     _feature("routed experts of a sample", "routed_experts")(
         "otherwise the engine does not record them",

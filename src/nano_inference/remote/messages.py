@@ -104,7 +104,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     `request_id`.
 
     `tell`: report its tokens periodically even without `stream`, so that another engine can resume
-    it.
+    it. `name`: name of its receiver, for `EngineCore.open_requests`.
     """
 
     request_id: int
@@ -117,7 +117,9 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     max_staleness: int | None = None
     exact_version: int | None = None
     max_entries: int | None = None
+    place: int | None = None
     tell: bool = False
+    name: str | None = None
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
@@ -132,6 +134,7 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
     max_staleness: int | None = None
     version: int | None = None
     tell: bool = False
+    name: str | None = None
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -335,7 +338,10 @@ def _size(delta: Delta) -> int:
         return 1 + len(delta.token_ids)
     best = [*(sample.top_logprobs or ())[:1], *(sample.prompt_top_logprobs or ())[1:2]]
     tokens = len(sample.completion_tokens) + len(sample.prompt_logprobs or ())
-    masked = 0 if sample.sampling_mask is None else len(sample.sampling_mask.token_ids)
+    matrices = (sample.token_id_logprobs, sample.raw_token_id_logprobs)
+    matrices = (*matrices, sample.prompt_token_id_logprobs)
+    named = sum(len(each.data) // 4 for each in matrices if each is not None)
+    masked = named if sample.sampling_mask is None else named + len(sample.sampling_mask.token_ids)
     if sample.routed_experts is not None:
         masked += len(sample.routed_experts.data) // IDS_OF_AN_ENTRY
     return 1 + masked + tokens * (1 + sum(len(each.token_ids) for each in best))

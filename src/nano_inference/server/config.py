@@ -77,6 +77,9 @@ class ServerConfig:
             `max_body_bytes`.
         max_stored_responses: Maximum total size of responses stored for later ones to continue. 0:
             store none.
+        max_sessions: Maximum open sessions of an API key. 0: none.
+        max_session_bytes: Maximum total size of an API key's sessions.
+        session_timeout: Seconds after which an unused session is closed.
         body_timeout: Seconds to wait for the next part of a body.
         max_connections: Maximum open connections.
         max_header_bytes: Maximum total size of a request's headers.
@@ -196,6 +199,19 @@ class ServerConfig:
         size=True,
         least=0,
     )
+    max_sessions: int = option(
+        None,
+        LIMITS,
+        "Maximum open sessions (/sessions) of an API key. Default: 256; 65536 with --rl.",
+        unset=(256, 1 << 16),
+        least=0,
+    )
+    max_session_bytes: int = option(
+        256 * MIB, LIMITS, "Memory for the sessions of an API key.", size=True, least=1
+    )
+    session_timeout: float = option(
+        3600.0, LIMITS, "Seconds after which an unused session is closed."
+    )
     body_timeout: float = option(30.0, LIMITS, "Seconds to wait for the next part of a body.")
     max_connections: int = option(
         None,
@@ -242,7 +258,13 @@ class ServerConfig:
         False, TRAINING, "Name tokens in logprobs token_id:123 by default."
     )
     tool_format: str | None = option(
-        None, SERVER, "Format of tool calls. Default: detected from the chat template."
+        None,
+        SERVER,
+        "Format of tool calls, by our name, vLLM's or SGLang's. Default: detected from the chat "
+        "template.",
+        "--tool-format",
+        "--tool-parser",
+        "--tool-call-parser",
     )
     reasoning_format: str | None = option(
         None, SERVER, "Format of reasoning. Default: detected from the chat template."

@@ -33,15 +33,16 @@ from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.app import Routes, build_app
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.page.routes import page_routes
+from nano_inference.server.response_routes import response_routes
 from nano_inference.server.routes import (
     embedding_routes,
     fleet_routes,
     model_routes,
-    response_routes,
     server_routes,
 )
 from nano_inference.server.runner import Runner
 from nano_inference.server.server import Server
+from nano_inference.server.sessions.routes import session_routes
 from nano_inference.server.trainers import (
     pipeline_rl,
     prime_rl,
@@ -70,6 +71,7 @@ ROUTES: Sequence[Routes] = (
     embedding_routes,
     response_routes,
     fleet_routes,
+    session_routes,
 )
 # Additional protocols with `ServerConfig.rl`.
 RL_PROTOCOLS: dict[str, ApiProtocol] = {

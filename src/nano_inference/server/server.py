@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,11 @@ from starlette.types import Receive, Scope
 
 from nano_inference.checkpoints.generation_defaults import AUTO, as_text
 from nano_inference.remote.client import EngineClient
+from nano_inference.remote.tasks import start_task
 from nano_inference.server import paths
 from nano_inference.server.api.openai.kept_responses import KeptResponses
 from nano_inference.server.api.parsing import chat_format
+from nano_inference.server.api.shared.detached import Detached
 from nano_inference.server.api.shared.generation import Generation, answer, events
 from nano_inference.server.api.shared.protocol import ApiProtocol, Builder, Served, affordable
 from nano_inference.server.api.shared.sampling import may_ask_for_grammar
@@ -35,11 +37,13 @@ from nano_inference.server.http.replies import (
     EventStream,
     RequestRecord,
     error_reply,
+    json_reply,
     log_access,
     record_of,
     reply_in_pieces,
 )
 from nano_inference.server.http.tracing import Tracer
+from nano_inference.server.sessions.store import SessionStore
 from nano_inference.structured.grammar import Grammar
 from nano_inference.text.tokenizer import load_tokenizer
 
@@ -65,6 +69,8 @@ class Server:
         started: `time.time()` when the engine was ready.
         stop: Called when the engine is lost permanently; ends the server.
         exchanges: For each request being read or answered, a function that ends it with an error.
+        detached: Tasks of answers that are made without a client.
+        generating: Generations that are not answered yet.
         beside: Coroutine functions started when the engine is ready, and canceled at the end.
         linger: Seconds between the engine's end and the call of `stop`.
         lost: Reason why the engine is lost.
@@ -79,6 +85,8 @@ class Server:
     exchanges: set[Callable[[ApiError], None]] = field(
         default_factory=set[Callable[[ApiError], None]]
     )
+    detached: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    generating: "set[Exchange]" = field(default_factory=lambda: set[Exchange]())
     beside: list[Callable[[], Coroutine[Any, Any, None]]] = field(
         default_factory=list[Callable[[], Coroutine[Any, Any, None]]]
     )
@@ -98,6 +106,7 @@ class Server:
         self.tracer = None if endpoint is None else Tracer(endpoint)
         self.control = Control(self.client, self.config)
         self.grammar_readers = GrammarReaders(GRAMMAR_SECONDS)
+        self.sessions = SessionStore(config)
         self.admission = Admission(config, self.client, lambda: self.control.engine.names.newest)
 
     def require_served(self) -> Served:
@@ -280,7 +289,9 @@ def generation_route(
             builder = await read_request(
                 request,
                 server,
-                lambda body, served: protocol.prepare(body, served, record.request_id),
+                lambda body, served: protocol.prepare(
+                    body, served, record.request_id, record.owner
+                ),
                 with_grammar=True,
             )
             builder.asks = affordable(builder.asks, server.require_served(), builder.names)
@@ -290,6 +301,8 @@ def generation_route(
             exchange = Exchange(server, builder, record, request.scope)
         except Exception as problem:
             return refusal(problem, record)
+        if builder.detached is not None:
+            return await exchange.detach(builder.detached, request.receive)
         if builder.stream:
             return exchange.stream(request.receive)
         return await exchange.whole(request.receive)
@@ -398,9 +411,22 @@ class Exchange:
         # unenforceable parts of a grammar are ignored
         lenient = any(_is_lenient(ask.params.grammar) for ask in builder.asks)
         self._headers = {"x-grammar": "lenient"} if lenient else {}
+        if builder.num_truncated:
+            self._headers["x-truncated-tokens"] = str(builder.num_truncated)
         self._wanted = wanted_version(builder), len(self._generation.choices)
         server.admission.hold(*self._wanted)
         server.exchanges.add(self.end)
+        server.generating.add(self)
+
+    @property
+    def record(self) -> RequestRecord:
+        """Record of the HTTP request."""
+        return self._record
+
+    @property
+    def names(self) -> set[str | None]:
+        """Names by which the engine knows the parts of the request."""
+        return {stream.name for stream in self._generation.streams}
 
     def end(self, problem: ApiError) -> None:
         """Abort the generation. The client gets `problem` as a status or as the last event."""
@@ -429,8 +455,45 @@ class Exchange:
             headers=self._headers,
         )
 
+    async def detach(self, detached: Detached, receive: Receive) -> Response:
+        """Generate without the client, and return the beginning of the answer or its events."""
+        with ExitStack() as stack:
+            stack.enter_context(self._timed())
+            try:
+                detached.append(self._builder.queued())
+            except ApiError as problem:
+                return refusal(problem, self._record)
+            detached.begin(self.end)
+            start_task(self._alone(detached, stack.pop_all()), self._server.detached)
+        if self._builder.shows_stream:
+            return replayed(detached, 0, receive, self._record)
+        return json_reply(200, detached.snapshot())
+
+    async def _alone(self, detached: Detached, timed: ExitStack) -> None:
+        last = b""
+        with timed:
+            try:
+                async with aclosing(events(self._generation)) as all_events:
+                    async for data in all_events:
+                        detached.append(data)
+            except Exception as problem:
+                if is_bug(problem):
+                    log.exception("request %s failed", self._record.request_id)
+                last = self._builder.failure(api_error_of(problem))
+            finally:
+                detached.close(last)
+
     @contextmanager
     def _watched(self, receive: Receive) -> Iterator[None]:
+        watcher = asyncio.get_running_loop().create_task(self._until_disconnected(receive))
+        try:
+            with self._timed():
+                yield
+        finally:
+            watcher.cancel()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         seconds = self._server.config.request_timeout
         late = ApiError(
@@ -440,14 +503,14 @@ class Exchange:
         )
         left = max(0.0, seconds - (time.perf_counter() - self._record.started))
         timer = loop.call_later(left, self.end, late)
-        watcher = loop.create_task(self._until_disconnected(receive))
         try:
             yield
         finally:
             timer.cancel()
-            watcher.cancel()
             self._generation.close()
+            self._builder.ended()
             self._server.exchanges.discard(self.end)
+            self._server.generating.discard(self)
             self._server.admission.let_go(*self._wanted)
             self._report()
 
@@ -467,6 +530,32 @@ class Exchange:
         self._server.metrics.ended(record, self._generation, seconds)
         if self._server.config.log_prompts:
             log_texts(self._generation, record.request_id)
+
+
+def replayed(detached: Detached, number: int, receive: Receive, record: RequestRecord) -> Response:
+    """Return a response that streams the events of a detached answer from this number on."""
+    reader = detached.reader(number)
+
+    async def until_disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        reader.close()
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        watcher = asyncio.get_running_loop().create_task(until_disconnected())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    return EventStream(
+        reader.events(),
+        refuse=lambda problem: refusal(problem, record),
+        failure=lambda _: b"",
+        around=watched(),
+        on_event=lambda: None,
+    )
 
 
 def _is_lenient(grammar: Grammar | None) -> bool:
