@@ -216,7 +216,9 @@ def targets(rows: list[Row]) -> list[str]:
             continue
         if (other := by_name.get((part, kind, LLAMA))) is not None:
             ratio = other["turn_ms"]["median"] / row["turn_ms"]["median"]
-            said.append(f"{part}, {kind}: a later turn is {ratio:.2f} x llama.cpp's (target 1.5)")
+            said.append(
+                f"{part}, {kind}: llama.cpp takes {ratio:.2f} x our time for a later turn (target 1.5)"
+            )
         if part == "8k":
             late = row["first_token_p95_ms"]["median"]
             said.append(f"{part}, {kind}: p95 to the first token {late:.0f} ms (target 150)")

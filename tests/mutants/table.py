@@ -682,6 +682,20 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/server/api/parsing/test_parsing.py",
     ),
     Fault(
+        "chat_is_cut_at_overlapping_tokens",
+        "src/nano_inference/text/reuse.py",
+        old="        or text.endswith(begins)\n",
+        new="",
+        seen_by="tests/text/test_reuse.py",
+    ),
+    Fault(
+        "replayed_agent_ignores_its_subagents",
+        "src/nano_bench/traces/replay.py",
+        old="            await asyncio.gather(*(children[name] for name in turn.joins if name in children))\n",
+        new="",
+        seen_by="tests/nano_bench/test_trace_replay.py",
+    ),
+    Fault(
         "stop_string_in_pieces_is_shown",
         "src/nano_inference/text/detokenizer.py",
         old="cut = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)",

@@ -101,12 +101,12 @@ def cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         return None
     templates = f"{tokenizer.chat_template}{tokenizer.tool_template}"
     texts = {token.content for token in added}
-    found = [
+    alone = [
         token.content
         for token in added
         if _is_plain(token) and token.content in templates and _is_alone(token.content, texts)
     ]
-    return re.compile("|".join(map(re.escape, found))) if found else None
+    return re.compile("|".join(map(re.escape, alone))) if alone else None
 
 
 def _is_plain(token: AddedToken) -> bool:
