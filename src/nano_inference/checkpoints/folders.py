@@ -12,6 +12,7 @@ from nano_inference.checkpoints.gguf.file import (
     describe_gguf,
     described_by,
     gguf_in,
+    parts_of,
 )
 from nano_inference.checkpoints.names import plain_name
 from nano_inference.errors import ModelLoadError, one_line
@@ -70,6 +71,19 @@ def gguf_of(model_path: str) -> Path | None:
     if (name := plain_name(model_path)) in EMBEDDED_MODELS:
         return find_embedded(name)
     return path if path.suffix == ".gguf" else None
+
+
+def weight_bytes(model_path: str) -> int | None:
+    """Return the bytes of a model's files of weights on this machine. None: they are not here."""
+    try:
+        path = gguf_of(model_path) or Path(model_path).expanduser()
+    except ModelLoadError:
+        return None
+    if path.suffix == ".gguf":
+        return sum(part.stat().st_size for part in parts_of(path))
+    if not path.is_dir():
+        return None
+    return sum(each.stat().st_size for each in path.glob("*.safetensors")) or None
 
 
 def load_spec(folder: Path) -> ModelSpec:

@@ -149,6 +149,13 @@ FAMILIES = (
         'from anthropic import Anthropic\n\nclient = Anthropic(base_url="URL", api_key="KEY")',
     ),
     Family(
+        "Models",
+        "Load and unload models of a server with several, as with llama.cpp's server. These routes "
+        "need the admin key. A request loads its model by itself.",
+        ("/models/load", "/models/unload"),
+        (Example("/models/load", "Load a model", {"model": "MODEL"}),),
+    ),
+    Family(
         "SGLang and vLLM: token ids for trainers",
         "Send text or token ids; get token ids, logprobs and weight versions. These routes need "
         "--rl.",

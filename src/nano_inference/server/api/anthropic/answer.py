@@ -137,7 +137,7 @@ class MessageBuilder(Builder):
 
     def failure(self, problem: ApiError) -> bytes:
         """Return an `error` event."""
-        return b"event: error\ndata: %b\n\n" % encode_line(anthropic_error(problem))
+        return error_event(problem)
 
     def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
         """Return the whole message."""
@@ -169,6 +169,11 @@ class MessageBuilder(Builder):
             "cache_read_input_tokens": cached,
             "output_tokens": usage.completion_tokens,
         }
+
+
+def error_event(problem: ApiError) -> bytes:
+    """Return an `error` event."""
+    return b"event: error\ndata: %b\n\n" % encode_line(anthropic_error(problem))
 
 
 def _events(events: Iterable[Event]) -> bytes:
@@ -301,4 +306,5 @@ PROTOCOL = ApiProtocol(
         streams=True,
         error=ERROR,
     ),
+    failure=error_event,
 )
