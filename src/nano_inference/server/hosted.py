@@ -50,24 +50,22 @@ class Lease:
     Attributes:
         hosted: The model.
         waited: Seconds that the request waited for it.
+        keep_alive: Seconds for which the idle model stays loaded from then on. None: as before.
     """
 
     def __init__(self, hosted: "Hosted", waited: float = 0.0) -> None:
         self.hosted = hosted
         self.waited = waited
+        self.keep_alive: float | None = None
         hosted.leases.add(self)
         hosted.used()
 
-    def release(self, keep_alive: float | None = None) -> None:
-        """End the use. The second call has no effect.
-
-        Args:
-            keep_alive: Seconds for which the idle model stays loaded from now on. None: as before.
-        """
+    def release(self) -> None:
+        """End the use. The second call has no effect."""
         if self in self.hosted.leases:
             self.hosted.leases.remove(self)
-            if keep_alive is not None:
-                self.hosted.idle_seconds = keep_alive
+            if self.keep_alive is not None:
+                self.hosted.idle_seconds = self.keep_alive
             self.hosted.used()
 
 

@@ -28,6 +28,7 @@ from nano_inference.remote.in_process import InProcessClient
 from nano_inference.remote.log_lines import set_up_logs
 from nano_inference.remote.process_client import ProcessClient
 from nano_inference.server.api.anthropic import answer as anthropic
+from nano_inference.server.api.ollama import answer as ollama
 from nano_inference.server.api.openai import chat_answer as openai_chat
 from nano_inference.server.api.openai import completions_answer as openai_completions
 from nano_inference.server.api.openai import responses_answer as openai_responses
@@ -36,6 +37,7 @@ from nano_inference.server.app import Routes, build_app
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.hosted import ModelSource
 from nano_inference.server.model_routes import model_routes
+from nano_inference.server.ollama_routes import ollama_routes
 from nano_inference.server.page.routes import page_routes
 from nano_inference.server.routes import (
     embedding_routes,
@@ -66,6 +68,8 @@ PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/chat/completions": openai_chat.PROTOCOL,
     "/v1/messages": anthropic.PROTOCOL,
     "/v1/responses": openai_responses.PROTOCOL,
+    "/api/chat": ollama.CHAT_PROTOCOL,
+    "/api/generate": ollama.GENERATE_PROTOCOL,
 }
 ROUTES: Sequence[Routes] = (
     page_routes,
@@ -75,6 +79,7 @@ ROUTES: Sequence[Routes] = (
     embedding_routes,
     response_routes,
     fleet_routes,
+    ollama_routes,
 )
 # Additional protocols with `ServerConfig.rl`.
 RL_PROTOCOLS: dict[str, ApiProtocol] = {

@@ -262,9 +262,9 @@ def embedding_routes(router: APIRouter, server: Server) -> None:
         server.lifecycle.require_open()
         if server.pool.stays_loaded:
             server.pool.only.admission.require_room()  # before reading the body
-        async with reading(request, server, read_embeddings) as (asked, hosted):
-            rows = await embedded(request, server, hosted, asked)
-            body = asked.answer(rows, served_by(hosted))
+        async with reading(request, server, read_embeddings) as (asked, lease):
+            rows = await embedded(request, server, lease.hosted, asked)
+            body = asked.answer(rows, served_by(lease.hosted))
             return await reply_in_pieces(body, aside=True)
 
 

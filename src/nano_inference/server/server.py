@@ -478,8 +478,9 @@ async def reading(
     make: Callable[[bytes, Served], Made],
     *,
     with_grammar: bool = False,
-) -> AsyncGenerator[tuple[Made, Hosted]]:
-    """Read a body and yield the result of `make`, and the model, which stays loaded meanwhile.
+    name: Callable[[str], str] = str,
+) -> AsyncGenerator[tuple[Made, Lease]]:
+    """Read a body and yield the result of `make`, and the use of the model meanwhile.
 
     Raises the errors of `make`, `whole_body` and `leased`.
 
@@ -489,15 +490,17 @@ async def reading(
         make: Converts the body. Called on the event loop if the body is small, otherwise in a
             thread.
         with_grammar: True if the body may hold a grammar, which can take long to check.
+        name: Returns the served name for the name in a request.
     """
     async with whole_body(request, server) as body:
         model = server.pool.models[0]
         if len(server.pool.models) > 1:
-            model = server.pool.named((await _said(body, server)).model)
+            said = (await _said(body, server)).model
+            model = server.pool.named(name(said) if isinstance(said, str) else said)
         lease = await leased(request, server, model)
         try:
             served = served_by(lease.hosted)
-            yield await _made(server, body, served, make, with_grammar=with_grammar), lease.hosted
+            yield await _made(server, body, served, make, with_grammar=with_grammar), lease
         finally:
             lease.release()
 
@@ -583,6 +586,7 @@ class Exchange:
         served = served_by(hosted)
         self._server = server
         self._lease = lease
+        lease.keep_alive = builder.keep_alive
         self._builder = builder
         self._record = record
         self._generation = Generation(builder, served)
@@ -650,7 +654,7 @@ class Exchange:
             self._generation.close()
             self._server.exchanges.discard(self.end)
             self._lease.hosted.admission.let_go(*self._wanted)
-            self._lease.release(self._builder.keep_alive)
+            self._lease.release()
             self._report()
 
     async def _until_disconnected(self, receive: Receive) -> None:

@@ -31,12 +31,10 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import from_json
-
 from nano_inference.server.api.anthropic.models import ERROR, MESSAGE, CountRequest, MessagesRequest
 from nano_inference.server.api.anthropic.request import demand_of, encode, goes_on, kept_seconds
 from nano_inference.server.api.parsing import ToolCallDelta
-from nano_inference.server.api.shared.answers import encode_line
+from nano_inference.server.api.shared.answers import arguments_object, encode_line
 from nano_inference.server.api.shared.blocks import Blocks, Event, Kind
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
 from nano_inference.server.api.shared.fields import read_body
@@ -222,7 +220,7 @@ def blocks_of(
     if choice.content.strip() or (choice.content and not calls):
         blocks.append({"type": "text", "text": choice.content})
     for call in calls:
-        arguments = _object(call.arguments)
+        arguments = arguments_object(call.arguments)
         blocks.append(
             {
                 "type": "tool_use",
@@ -232,17 +230,6 @@ def blocks_of(
             }
         )
     return blocks
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. Incomplete ones are read as far as they came, as SDKs read
-    them from a stream.
-    """
-    try:
-        value = from_json(text, allow_partial=True) if text else {}
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 class BlockStream(Blocks):
