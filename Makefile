@@ -72,7 +72,7 @@ test-slow: $(INSTALLED) $(GEMMA) $(SDKS) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) $(Q
 	$(BIN)/python -m pytest -m slow --tier all tests
 	$(MAKE) parity simulate mutants
 
-test-sdks: $(SDKS) ## of these, those with dspy, instructor, LiteLLM, pydantic-ai and smolagents
+test-sdks: $(SDKS) ## of these, those with dspy, instructor, LiteLLM, ollama, pydantic-ai and smolagents
 	$(BIN)/python -m pytest -m slow tests/server/clients
 
 test-trl: $(TRL) ## those with TRL
@@ -162,9 +162,9 @@ $(GEMMA): $(INSTALLED)
 
 # LiteLLM wants an older openai than the tests of that client do.
 $(SDKS): $(INSTALLED)
-	@echo "Installing dspy, instructor, LiteLLM, pydantic-ai and smolagents into $(VENV)/sdks."
+	@echo "Installing dspy, instructor, LiteLLM, ollama, pydantic-ai and smolagents into $(VENV)/sdks."
 	@$(PYTHON) -m venv $(VENV)/sdks
-	@$(VENV)/sdks/bin/python -m pip $(QUIET) install dspy "instructor[anthropic]" litellm mcp \
+	@$(VENV)/sdks/bin/python -m pip $(QUIET) install dspy "instructor[anthropic]" litellm mcp ollama==0.6.3 \
 		"pydantic-ai-slim[anthropic,openai]" "smolagents[openai]"
 	@touch $(SDKS)
 

@@ -326,7 +326,7 @@ class ModelPool:
         """Make a model's engine, which is not started yet."""
         hosted = Hosted(model.source, self.config, self.responses, partial(self._used, model))
         if not self.stays_loaded:
-            hosted.client.watch(partial(self._died, model, hosted))
+            hosted.client.watch(partial(self._died, model, hosted), replaced=True)
         model.hosted = hosted
         return hosted
 

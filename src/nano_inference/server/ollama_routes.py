@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from nano_inference.checkpoints.folders import config_folder, gguf_of, load_spec, weight_bytes
+from nano_inference.checkpoints.folders import gguf_of, load_spec, local_folder, weight_bytes
 from nano_inference.errors import NanoInferenceError
 from nano_inference.server.api.ollama.models import (
     EMBEDDED,
@@ -103,12 +103,16 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 
-@cache
 def card_of(path: str) -> Card:
     """Return the description of a model, as far as it can be read. Call it in a thread."""
-    folder = config_folder(path) if path else None
-    if folder is None:
+    folder = local_folder(path)
+    if folder is None:  # a hub id that is not downloaded yet
         return Card(digest=hashlib.sha256(path.encode()).hexdigest())
+    return _card(path, folder)
+
+
+@cache
+def _card(path: str, folder: Path) -> Card:
     modified = datetime.fromtimestamp((folder / "config.json").stat().st_mtime, UTC)
     size, file = weight_bytes(path) or 0, None
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -189,7 +193,7 @@ async def shown_model(name: str, model: PooledModel) -> dict[str, Any]:
 
 async def _tokenizer(path: str) -> Any:
     with suppress(NanoInferenceError, OSError):
-        folder = await asyncio.to_thread(config_folder, path)
+        folder = await asyncio.to_thread(local_folder, path)
         return None if folder is None else await asyncio.to_thread(load_tokenizer, folder)
     return None
 

@@ -17,6 +17,7 @@ SCHEMA = {
     "type": "object",
     "properties": {"age": {"type": "integer", "maximum": 99}, "busy": {"type": "boolean"}},
     "required": ["age", "busy"],
+    "additionalProperties": False,
 }
 
 
@@ -77,9 +78,7 @@ seen = {
         )
     ),
     "raw": client.generate(MODEL, "Paris is in", raw=True, options=COLD).context,
-    "logprobs": [
-        [row.token, row.logprob, len(row.top_logprobs)] for row in with_logprobs.logprobs
-    ],
+    "logprobs": [[row.token, row.logprob, len(row.top_logprobs)] for row in with_logprobs.logprobs],
     "tools": [tools.message.role, [call.function.name for call in tools.message.tool_calls or ()]],
     "after_tools": client.chat(MODEL, history, tools=[weather], options=COLD).message.role,
     "json": client.chat(MODEL, ASK, format=SCHEMA, options={"num_predict": 64}).message.content,
