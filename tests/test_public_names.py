@@ -148,6 +148,8 @@ FIELDS: dict[type, dict[str, Any]] = {
         "routed_experts": False,
         "keep_cache_seconds": 0.0,
         "cache_priority": 0,
+        "thinking_token_budget": None,
+        "bad_words": (),
     },
     TrainingSample: {
         "prompt_tokens": REQUIRED,

@@ -45,6 +45,12 @@ class RequestTooLarge(InvalidRequest):
     """
 
 
+class TemplateRewritesPast(InvalidRequest):
+    """Chat template that renders earlier turns differently than they were sampled, so that their
+    token ids do not begin the new prompt.
+    """
+
+
 class VersionGone(InvalidRequest):
     """Request for a weight version that newer weights have replaced."""
 

@@ -490,6 +490,11 @@ SERVER_ROWS = (
 )
 
 REQUEST_ROWS = (
+    _feature("the first position of named ids", "prompt_logprob_start")(
+        "it is the first position of the prompt's named ids",
+        "set both",
+        needs=(Asked("prompt_logprob_token_ids"),),
+    ),
     _feature("top logprobs of a prompt", "prompt_top_logprobs")(
         "they are returned with the prompt's logprobs",
         "set both",

@@ -545,8 +545,10 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         old="""\
         "completions": demand.num_samples
         * demand.max_tokens
-        * (demand.numbers + demand.top_logprobs),""",
-        new='        "completions": demand.max_tokens * (demand.numbers + demand.top_logprobs),',
+        * (demand.numbers + demand.top_logprobs + demand.named * (1 + demand.raw)),""",
+        new="""\
+        "completions": demand.max_tokens
+        * (demand.numbers + demand.top_logprobs + demand.named * (1 + demand.raw)),""",
         seen_by="tests/core/test_budget.py",
     ),
     Fault(
@@ -929,8 +931,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "a_response_forgets_those_before",
         "src/nano_inference/server/api/openai/responses_answer.py",
-        old="kept = KeptResponse(response, items, [*self._before, *self._own, *said])",
-        new="kept = KeptResponse(response, items, [*self._own, *said])",
+        old="self._keep(response, [*self._before, *self._own, *said])",
+        new="self._keep(response, [*self._own, *said])",
         seen_by="tests/server/api/openai/test_openai_responses.py -k continues",
     ),
     Fault(
@@ -967,5 +969,28 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         old="value.astype(dtype, copy=False)",
         new="value.astype(dtype)",
         seen_by="tests/arrays/test_convert.py -k keep",
+    ),
+    Fault(
+        "drafts_are_no_thought",
+        "src/nano_inference/sampling/token_rules.py",
+        old="""\
+        for token_id in drafts:
+            turn = budget.after(turn, token_id)""",
+        new="",
+        seen_by="tests/sampling/test_token_rules.py",
+    ),
+    Fault(
+        "prompts_open_no_thought",
+        "src/nano_inference/sampling/token_rules.py",
+        old="self._turn, self._read = BEGUN, budget.first_of_turn(token_ids[:end])",
+        new="self._turn, self._read = BEGUN, end",
+        seen_by="tests/engine/test_thinking.py -k budget_closes",
+    ),
+    Fault(
+        "bad_words_replace_the_grammar",
+        "src/nano_inference/sampling/token_rules.py",
+        old="        if words is None:\n            if banned",
+        new="        if words is not None or bad.always:\n            if banned",
+        seen_by="tests/engine/test_thinking.py -k bad_words",
     ),
 )

@@ -62,6 +62,7 @@ def random_requests(
             "logit_bias": dict.fromkeys(ids(rng.randrange(3)), rng.choice([-2.5, 3.0])),
             "allowed_token_ids": rng.choice([None, None, frozenset(ids(40))]),
             "raw_logprobs": rng.choice([True, False]),
+            "logprob_token_ids": rng.sample(range(vocab), min(vocab, rng.choice([0, 1, 9]))),
         }
         draw = (rng.randrange(2**64), rng.randrange(9), rng.randrange(4096))
         params = SamplingParams(**(options | fixed))
@@ -76,7 +77,25 @@ def same_bits(one: Draw, other: Draw, rows: slice | list[int] = slice(None)) -> 
     pairs = [(getattr(one, name)[rows], getattr(other, name)) for name in VALUES]
     if one.kept is not None and other.kept is not None:
         pairs.append((one.kept[rows], other.kept))
+    if isinstance(rows, slice):
+        pairs.append((one.named_logprobs, other.named_logprobs))
     return all(torch.equal(a.nan_to_num(9e9), b.nan_to_num(9e9)) for a, b in pairs)
+
+
+def assert_same_named(drawn: Draw, expected: Draw, batch: SamplingBatch, agree: Tensor) -> None:
+    """Compare the logprobs of named tokens with the reference, and bitwise with the draw."""
+    both = agree[batch.named.rows]
+    torch.testing.assert_close(
+        drawn.named_logprobs[both],
+        expected.named_logprobs[both],
+        rtol=1e-5,
+        atol=2e-5,
+        equal_nan=True,
+    )
+    own = batch.named.ids == drawn.token_ids[batch.named.rows]
+    samples = batch.named.rows[own]
+    values = torch.stack([drawn.logprobs, drawn.raw_logprobs], dim=1)[samples]
+    assert torch.equal(drawn.named_logprobs[own].nan_to_num(9e9), values.nan_to_num(9e9))
 
 
 def hidden_and_weight(
@@ -113,6 +132,7 @@ def test_same_tokens_as_the_reference_on_the_same_logits(
             getattr(drawn, name)[agree], getattr(expected, name)[agree], rtol=1e-5, atol=2e-5
         )
     assert torch.equal(drawn.top_ids[agree], expected.top_ids[agree])
+    assert_same_named(drawn, expected, batch, agree)
 
 
 def test_unknown_plan_column_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

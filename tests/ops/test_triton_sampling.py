@@ -51,6 +51,9 @@ def assert_agree(drawn: Draw, expected: Draw) -> None:
         torch.testing.assert_close(
             getattr(drawn, name), getattr(expected, name), rtol=1e-5, atol=1e-5
         )
+    torch.testing.assert_close(
+        drawn.named_logprobs, expected.named_logprobs, rtol=1e-5, atol=1e-5, equal_nan=True
+    )
     assert (drawn.kept is None) == (expected.kept is None)
     if drawn.kept is not None and expected.kept is not None:
         assert torch.equal(drawn.kept, expected.kept)

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from nano_inference.config import EngineConfig
-from nano_inference.server.api.parsing.tool_parsers import TOOL_FORMATS
+from nano_inference.server.api.parsing.tool_formats import TOOL_FORMATS
 from nano_inference.server.api.shared.sampling import may_ask_for_grammar
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server

@@ -48,6 +48,7 @@ def sampled_tokens(
         log_kept_mass=draw.log_kept_mass.tolist(),
         masks=masks,
         top=top,
+        named=named_bytes(draw.named_logprobs) if len(draw.named_logprobs) else None,
         scores=scores.tolist(),
         score_best=[
             pair
@@ -55,6 +56,12 @@ def sampled_tokens(
             for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)
         ],
     )
+
+
+def named_bytes(logprobs: Tensor) -> tuple[bytes, bytes]:
+    """Return the columns of `Draw.named_logprobs`, little-endian."""
+    drawn, raw = logprobs.cpu().numpy().astype("<f4").T
+    return drawn.tobytes(), raw.tobytes()
 
 
 class Sampled:

@@ -37,6 +37,9 @@ from nano_inference.errors import AdapterError, InvalidRequest
 from nano_inference.structured.matching import GrammarState
 from nano_inference.system.locks import FairLock
 from nano_inference.system.moved import Removed
+from nano_inference.text.chat import Tools
+from nano_inference.text.conversation import Conversation, OnRewrite
+from nano_inference.text.messages import Messages
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import (
     Delta,
@@ -169,6 +172,22 @@ class InferenceEngine:
         return self.intake.checks.tokenizer
 
     # -- generating --------------------------------------------------------------------------------
+
+    def conversation(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
+        on_rewrite: OnRewrite = "reject",
+    ) -> Conversation:
+        """Begin a chat that is kept as token ids. Pass it to `generate` as a prompt. Arguments and
+        errors are those of `Conversation`.
+        """
+        tokenizer = self.intake.checks.need_tokenizer("a conversation")
+        return Conversation(
+            tokenizer, tuple(messages), tools, dict(template_kwargs or {}), on_rewrite
+        )
 
     @overload
     def generate(

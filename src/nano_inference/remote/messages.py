@@ -337,7 +337,10 @@ def _size(delta: Delta) -> int:
         return 1 + len(delta.token_ids)
     best = [*(sample.top_logprobs or ())[:1], *(sample.prompt_top_logprobs or ())[1:2]]
     tokens = len(sample.completion_tokens) + len(sample.prompt_logprobs or ())
-    masked = 0 if sample.sampling_mask is None else len(sample.sampling_mask.token_ids)
+    matrices = (sample.token_id_logprobs, sample.raw_token_id_logprobs)
+    matrices = (*matrices, sample.prompt_token_id_logprobs)
+    named = sum(len(each.data) // 4 for each in matrices if each is not None)
+    masked = named if sample.sampling_mask is None else named + len(sample.sampling_mask.token_ids)
     if sample.routed_experts is not None:
         masked += len(sample.routed_experts.data) // IDS_OF_AN_ENTRY
     return 1 + masked + tokens * (1 + sum(len(each.token_ids) for each in best))

@@ -19,12 +19,15 @@ from nano_inference.engine.scoring import ScoreRequest, checked_sequence, score_
 from nano_inference.errors import InvalidRequest
 from nano_inference.fields.checks import real
 from nano_inference.ranks.parts import require_one_rank
+from nano_inference.rl.param_masks import masks_of_params, masks_only
 from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.token_masks import NotInGrammar
-from nano_inference.types import RoutedExperts
+from nano_inference.types import RoutedExperts, SamplingParams
 
 TokenIds = Listed[int] | Tensor
-Grammars = Grammar | Iterable[Grammar | None] | None
+# masks of a sequence's tokens: those of a grammar, or all masks of a sample's parameters
+Masking = Grammar | SamplingParams
+Grammars = Masking | Iterable[Masking | None] | None
 Routed = Iterable[RoutedExperts | None] | None
 Targets = Iterable[Tensor | np.ndarray | Listed[Any] | None] | None
 
@@ -55,7 +58,9 @@ def score(
             temperature 0.
         grammar: Grammar under which the tokens from `from_position` on were drawn, as in a sample's
             `sampling_params.grammar`: one for all sequences, or one (or None) for each. Their
-            logprobs are those among the allowed tokens.
+            logprobs are those among the allowed tokens. A sample's `sampling_params` stand for all
+            masks of the sample: grammar, `allowed_token_ids`, `min_tokens`, `bad_words` and
+            `thinking_token_budget`.
         adapter: Name of a loaded adapter to apply to the policy's weights.
         targets: Tokens to score instead of the sequence's own, one tensor (or None) for each
             sequence: int64 [len(sequence) - from_position], or [len(sequence) - from_position, k]
@@ -84,7 +89,7 @@ class SequenceMasks(NamedTuple):
     Equal masks of a batch are the same array object.
     """
 
-    grammar: Grammar
+    grammar: Masking
     words: list[np.ndarray]
 
 
@@ -381,7 +386,7 @@ def _kinds(batch: ScoreBatch) -> list[int]:
 
     Sequences of the same kind have the same masks as far as their tokens agree.
     """
-    numbers: dict[tuple[Grammar, int] | None, int] = {None: 0}
+    numbers: dict[tuple[Masking, int] | None, int] = {None: 0}
     keys = [
         None if masks is None else (masks.grammar, start)
         for masks, start in zip(batch.masks, batch.positions, strict=True)
@@ -441,13 +446,14 @@ def _positions(from_position: int | Iterable[int], token_ids: list[list[int]]) -
     return positions
 
 
-def _grammars(grammar: Grammars, num_sequences: int) -> list[Grammar | None]:
+def _grammars(grammar: Grammars, num_sequences: int) -> list[Masking | None]:
     grammars: Any = [grammar] * num_sequences
-    if grammar is not None and not isinstance(grammar, Grammar):
+    if grammar is not None and not isinstance(grammar, Masking):
         grammars = list(grammar) if isinstance(grammar, Iterable) else [grammar]
-    if not all(isinstance(each, Grammar | None) for each in grammars):
+    if not all(isinstance(each, Masking | None) for each in grammars):
         raise InvalidRequest(
-            f"grammar={grammar!r} must be a Grammar, or one (or None) for each sequence."
+            f"grammar={grammar!r} must be a Grammar or SamplingParams, or one (or None) for each "
+            "sequence."
         )
     if len(grammars) != num_sequences:
         raise InvalidRequest(
@@ -461,10 +467,11 @@ def _masks(
     engine: InferenceEngine,
     token_ids: list[list[int]],
     positions: list[int],
-    grammars: list[Grammar | None],
+    maskings: list[Masking | None],
 ) -> list[SequenceMasks | None]:
-    """Return the masks of each sequence that has a grammar, which starts at its position."""
-    if any(grammar is not None for grammar in grammars):
+    """Return the masks of each sequence that has any. They start at its position."""
+    grammars = [each.grammar if isinstance(each, SamplingParams) else each for each in maskings]
+    if any(masking is not None for masking in maskings):
         require_one_rank(engine.runner, "scoring under a grammar")
         engine.shared.require_alive()
     under = [index for index, grammar in enumerate(grammars) if grammar is not None]
@@ -482,10 +489,15 @@ def _masks(
             f"token {token_ids[index][at]} at position {at} of sequence {index} {problem}; the "
             "grammar starts at from_position, and all tokens from there on must follow it."
         ) from None
+    by_sequence = dict(zip(under, words, strict=True))
     masks_of: list[SequenceMasks | None] = [None] * len(token_ids)
-    for index, (grammar, _), masks in zip(under, texts, words, strict=True):
-        skipped = max(positions[index], 1) - positions[index]
-        masks_of[index] = SequenceMasks(grammar, masks[skipped:])
+    for index, masking in enumerate(maskings):
+        masks, start = by_sequence.get(index), positions[index]
+        if isinstance(masking, SamplingParams):
+            masking = masks_only(masking)
+            masks = masks_of_params(engine.intake, masking, token_ids[index], start, masks, index)
+        if masking is not None and masks is not None:
+            masks_of[index] = SequenceMasks(masking, masks[max(start, 1) - start :])
     return masks_of
 
 

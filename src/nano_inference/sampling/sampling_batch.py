@@ -34,6 +34,7 @@ class SamplingBatch(FilterColumns[A]):
     # occurrences of each token in the completion; other tokens of the prompt count 0
     counts: Entries[A] = column("float32", "E")
     banned: Entries[A] = column("float32", "E")  # never drawn; values are 0
+    named: Entries[A] = column("float32", "E")  # logprobs are wanted; values are 0
     mask_rows: A = column("int64", "R")  # row of `mask_words`, or -1 for no mask
     # bit i % 32 of word i // 32 is 1 if token i may be drawn; tokens beyond the words may not
     mask_words: A = column("int32", "M", "W")
@@ -141,6 +142,7 @@ class SamplingTable(Generic[A]):
         self._masked: dict[str, A] | None = None  # masks of the samples in `_fixed`
         # by slot, for samples that have any
         self._bias: dict[int, Pairs] = {}
+        self._named: dict[int, Pairs] = {}
         self._masks: dict[int, np.ndarray] = {}
         self._counts: dict[int, TokenCounts] = {}
 
@@ -149,12 +151,14 @@ class SamplingTable(Generic[A]):
     ) -> None:
         """Overwrite a slot for a sample that has no completion tokens yet."""
         self._fixed = None
-        for held in (self._bias, self._masks, self._counts):
+        for held in (self._bias, self._named, self._masks, self._counts):
             held.pop(slot, None)
         self._records = _longer(self._records, slot + 1)
         self._records[slot] = (seed, sample_index, *(read(params) for read in _READ))
         if params.logit_bias:
             self._bias[slot] = _pairs(params.logit_bias)
+        if params.logprob_token_ids:
+            self._named[slot] = _pairs(dict.fromkeys(params.logprob_token_ids, 0.0))
         if params.allowed_token_ids is not None:
             self._masks[slot] = mask_of(params.allowed_token_ids)
         if params.penalizes:
@@ -217,6 +221,7 @@ class SamplingTable(Generic[A]):
                 most = int(record[name].max(initial=0))
                 values[name] = bool(most) if name.startswith("any_") else most
             values["bias"] = self._entries(_having(slots, self._bias))
+            values["named"] = self._entries(_having(slots, self._named))
             streams = noise_streams(record["seed"], record["sample_index"])
             values["streams"] = make(streams.view(np.int64))
             penalized = _having(slots, self._counts)

@@ -258,7 +258,13 @@ class ServerConfig:
         False, TRAINING, "Name tokens in logprobs token_id:123 by default."
     )
     tool_format: str | None = option(
-        None, SERVER, "Format of tool calls. Default: detected from the chat template."
+        None,
+        SERVER,
+        "Format of tool calls, by our name, vLLM's or SGLang's. Default: detected from the chat "
+        "template.",
+        "--tool-format",
+        "--tool-parser",
+        "--tool-call-parser",
     )
     reasoning_format: str | None = option(
         None, SERVER, "Format of reasoning. Default: detected from the chat template."

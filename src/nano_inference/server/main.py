@@ -39,10 +39,10 @@ from nano_inference.server.hosted import ModelSource
 from nano_inference.server.model_routes import model_routes
 from nano_inference.server.ollama_routes import ollama_routes
 from nano_inference.server.page.routes import page_routes
+from nano_inference.server.response_routes import response_routes
 from nano_inference.server.routes import (
     embedding_routes,
     fleet_routes,
-    response_routes,
     server_routes,
     token_routes,
 )

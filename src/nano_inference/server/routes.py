@@ -30,7 +30,6 @@ from nano_inference.server.api.openai.models import (
     ChatTemplateFields,
     Message,
 )
-from nano_inference.server.api.openai.responses_models import DELETED, ITEMS, RESPONSE
 from nano_inference.server.api.shared.fields import Strict, TokenIds, read_body
 from nano_inference.server.api.shared.openapi import operation
 from nano_inference.server.api.shared.prompts import (
@@ -266,28 +265,6 @@ def embedding_routes(router: APIRouter, server: Server) -> None:
             rows = await embedded(request, server, lease.hosted, asked)
             body = asked.answer(rows, served_by(lease.hosted))
             return await reply_in_pieces(body, aside=True)
-
-
-def response_routes(router: APIRouter, server: Server) -> None:
-    """Add the routes for stored responses."""
-    path = "/v1/responses/{name}"
-
-    @router.get(path, openapi_extra=operation(None, RESPONSE, summary="Get a stored response"))
-    async def look(name: str) -> Response:
-        return json_reply(200, server.pool.responses.get(name).response)
-
-    @router.get(
-        f"{path}/input_items",
-        openapi_extra=operation(None, ITEMS, summary="List the input of a stored response"),
-    )
-    async def items(name: str) -> Response:
-        input_items = server.pool.responses.get(name).items
-        return json_reply(200, {"object": "list", "data": input_items, "has_more": False})
-
-    @router.delete(path, openapi_extra=operation(None, DELETED, summary="Delete a stored response"))
-    async def remove(name: str) -> Response:
-        server.pool.responses.remove(name)
-        return json_reply(200, {"id": name, "object": "response", "deleted": True})
 
 
 def fleet_routes(router: APIRouter, server: Server) -> None:

@@ -16,7 +16,14 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AsyncExitStack,
+    ExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -27,7 +34,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from nano_inference.remote.client import EngineClient
+from nano_inference.remote.tasks import start_task
 from nano_inference.server import paths
+from nano_inference.server.api.shared.detached import Detached
 from nano_inference.server.api.shared.fields import check_json
 from nano_inference.server.api.shared.generation import Generation, answer, events
 from nano_inference.server.api.shared.protocol import ApiProtocol, Builder, Served, affordable
@@ -137,6 +146,7 @@ class Server:
         started: `time.time()` when the server was ready.
         stop: Called when the engine is lost permanently; ends the server.
         exchanges: For each request being read or answered, a function that ends it with an error.
+        detached: Tasks of answers that are made without a client.
         beside: Coroutine functions started when the server is ready, and canceled at the end.
         linger: Seconds between the engine's end and the call of `stop`.
         lost: Reason why the engine is lost.
@@ -150,6 +160,7 @@ class Server:
     exchanges: set[Callable[[ApiError], None]] = field(
         default_factory=set[Callable[[ApiError], None]]
     )
+    detached: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     beside: list[Callable[[], Coroutine[Any, Any, None]]] = field(
         default_factory=list[Callable[[], Coroutine[Any, Any, None]]]
     )
@@ -345,7 +356,9 @@ async def _late(request: Request, begin: Callable[[], Awaitable["Exchange"]]) ->
 
 
 async def reply_to(request: Request, exchange: "Exchange") -> Response:
-    """Return the reply of an exchange, whole or streamed."""
+    """Return the reply of an exchange: whole, streamed, or its beginning if it is detached."""
+    if exchange.detached is not None:
+        return await exchange.detach(exchange.detached, request.receive)
     if exchange.is_stream:
         return exchange.stream(request.receive)
     return await exchange.whole(request.receive)
@@ -364,7 +377,7 @@ async def begun(
             server,
             body,
             served,
-            lambda body, served: protocol.prepare(body, served, record.request_id),
+            lambda body, served: protocol.prepare(body, served, record.request_id, record.owner),
             with_grammar=True,
         )
         builder.load_seconds = lease.waited
@@ -597,9 +610,16 @@ class Exchange:
         # unenforceable parts of a grammar are ignored
         lenient = any(_is_lenient(ask.params.grammar) for ask in builder.asks)
         self._headers = {"x-grammar": "lenient"} if lenient else {}
+        if builder.num_truncated:
+            self._headers["x-truncated-tokens"] = str(builder.num_truncated)
         self._wanted = wanted_version(builder), len(self._generation.choices)
         hosted.admission.hold(*self._wanted)
         server.exchanges.add(self.end)
+
+    @property
+    def detached(self) -> Detached | None:
+        """Events of an answer that is made without the client."""
+        return self._builder.detached
 
     @property
     def is_stream(self) -> bool:
@@ -634,8 +654,45 @@ class Exchange:
             headers=self._headers | {"content-type": self._builder.media_type},
         )
 
+    async def detach(self, detached: Detached, receive: Receive) -> Response:
+        """Generate without the client, and return the beginning of the answer or its events."""
+        with ExitStack() as stack:
+            stack.enter_context(self._timed())
+            try:
+                detached.append(self._builder.queued())
+            except ApiError as problem:
+                return refusal(problem, self._record)
+            detached.begin(self.end)
+            start_task(self._alone(detached, stack.pop_all()), self._server.detached)
+        if self._builder.shows_stream:
+            return replayed(detached, 0, receive, self._record)
+        return json_reply(200, detached.snapshot())
+
+    async def _alone(self, detached: Detached, timed: ExitStack) -> None:
+        last = b""
+        with timed:
+            try:
+                async with aclosing(events(self._generation)) as all_events:
+                    async for data in all_events:
+                        detached.append(data)
+            except Exception as problem:
+                if is_bug(problem):
+                    log.exception("request %s failed", self._record.request_id)
+                last = self._builder.failure(api_error_of(problem))
+            finally:
+                detached.close(last)
+
     @contextmanager
     def _watched(self, receive: Receive) -> Iterator[None]:
+        watcher = asyncio.get_running_loop().create_task(self._until_disconnected(receive))
+        try:
+            with self._timed():
+                yield
+        finally:
+            watcher.cancel()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         seconds = self._server.config.request_timeout
         late = ApiError(
@@ -645,12 +702,10 @@ class Exchange:
         )
         left = max(0.0, seconds - (time.perf_counter() - self._record.started))
         timer = loop.call_later(left, self.end, late)
-        watcher = loop.create_task(self._until_disconnected(receive))
         try:
             yield
         finally:
             timer.cancel()
-            watcher.cancel()
             self._generation.close()
             self._server.exchanges.discard(self.end)
             self._lease.hosted.admission.let_go(*self._wanted)
@@ -673,6 +728,32 @@ class Exchange:
         self._server.metrics.ended(record, self._generation, seconds)
         if self._server.config.log_prompts:
             log_texts(self._generation, record.request_id)
+
+
+def replayed(detached: Detached, number: int, receive: Receive, record: RequestRecord) -> Response:
+    """Return a response that streams the events of a detached answer from this number on."""
+    reader = detached.reader(number)
+
+    async def until_disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        reader.close()
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        watcher = asyncio.get_running_loop().create_task(until_disconnected())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    return EventStream(
+        reader.events(),
+        refuse=lambda problem: refusal(problem, record),
+        failure=lambda _: b"",
+        around=watched(),
+        on_event=lambda: None,
+    )
 
 
 def _is_lenient(grammar: Grammar | None) -> bool:

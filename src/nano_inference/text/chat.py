@@ -80,6 +80,31 @@ def encode_chat(
     Raises:
         InvalidRequest: The tokenizer has no chat template, or `render_chat` rejects the input.
     """
+    text, marked = render_marked(
+        tokenizer,
+        messages,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        template_kwargs=template_kwargs,
+        documents=documents,
+    )
+    return control_tokens.encode_marked(tokenizer, text) if marked else tokenizer.encode(text)
+
+
+def render_marked(
+    tokenizer: Tokenizer,
+    messages: Messages,
+    *,
+    tools: Tools | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_kwargs: Mapping[str, object] | None = None,
+    documents: Documents | None = None,
+) -> tuple[str, bool]:
+    """Return the conversation as text, with marks in control tokens that the caller wrote, and True
+    if there are marks (`control_tokens.mark`). Takes the arguments of `encode_chat`.
+    """
     template, special_tokens = tokenizer.template_for(tools=bool(tools)), tokenizer.special_tokens
     variables = _variables(template, messages, tools, documents, template_kwargs, special_tokens)
     variables, marked = control_tokens.mark(tokenizer, variables)
@@ -91,7 +116,7 @@ def encode_chat(
         continue_final_message,
         control_tokens.counter(tokenizer),
     )
-    return control_tokens.encode_marked(tokenizer, text) if marked else tokenizer.encode(text)
+    return text, marked
 
 
 def warm_up(tokenizer: Tokenizer) -> None:

@@ -11,10 +11,10 @@ Steps 2 and 3 are skipped if there are no marks, which is the usual case.
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import tokenizers
@@ -36,6 +36,7 @@ def secret_digits() -> str:
 _MARK = secret_digits()
 _NAMES = secret_digits()
 _CUT = 12  # number of digits that identify a part of a mark
+_NUMBER = 8  # digits of a control token's number in its secret name
 
 
 @dataclass(frozen=True)
@@ -148,25 +149,86 @@ def encode_marked(tokenizer: Tokenizer, text: str) -> list[int]:
     Raises:
         InvalidRequest: The template cut a mark in two.
     """
+    secret, named = _secret_tokenizer(tokenizer), _named(tokenizer, text)
+    ids = secret.encode(_unmarked(named))
+    if not secret.control_ids.isdisjoint(ids):
+        # the vocabulary also has a control token's text; the marks split it into two pieces
+        ids = secret.encode(named)
+    return [secret.ids.get(token_id, token_id) for token_id in ids if token_id != secret.mark_id]
+
+
+def named_text(tokenizer: Tokenizer, text: str) -> str:
+    """Return a rendered text with secret names for its control tokens, and without marks.
+
+    Texts that are equal in this form have equal token ids (`encode_named`).
+
+    Raises:
+        InvalidRequest: The template cut a mark in two.
+    """
+    return _unmarked(_named(tokenizer, text))
+
+
+def named_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """Return the text of token ids, with secret names for control tokens."""
+    control, secret = _control_tokens(tokenizer), _secret_tokenizer(tokenizer)
+    parts: list[str] = []
+    for is_control, run in groupby(token_ids, control.__contains__):
+        if is_control:
+            parts += [secret.names[control[token_id].content] for token_id in run]
+        else:
+            parts.append(tokenizer.decode(list(run), skip_special_tokens=False))
+    return "".join(parts)
+
+
+def encode_named(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the token ids of a text in the form of `named_text`.
+
+    Raises:
+        InvalidRequest: A message writes out a control token that the vocabulary also has as text.
+    """
     secret = _secret_tokenizer(tokenizer)
+    ids = secret.encode(text)
+    if not secret.control_ids.isdisjoint(ids):
+        raise InvalidRequest(
+            "a message writes out a control token that this vocabulary also has as text; leave it "
+            "out of the message"
+        )
+    return [secret.ids.get(token_id, token_id) for token_id in ids]
+
+
+def last_control(text: str) -> int:
+    """Return the index of the last control token in a text in the form of `named_text`, or 0."""
+    return max(text.rfind(_NAMES), 0)
+
+
+def first_control(text: str, start: int = 0) -> str | None:
+    """Return the name of the first control token after `start` in a text in the form of
+    `named_text`, or None.
+    """
+    index = text.find(_NAMES, start)
+    return None if index < 0 else text[index : index + _DIGITS + _NUMBER]
+
+
+def _named(tokenizer: Tokenizer, text: str) -> str:
+    """Return a rendered text with secret names for its control tokens, and with its marks."""
+    names = _secret_tokenizer(tokenizer).names
     pieces: list[str] = []
     last = 0
     for begin, end in _spans(_finder(tokenizer).exact, text):
         token = text[begin:end]
-        pieces += [text[last:begin], secret.names.get(token, token)]
+        pieces += [text[last:begin], names.get(token, token)]
         last = end
-    named = "".join([*pieces, text[last:]])
+    return "".join([*pieces, text[last:]])
+
+
+def _unmarked(named: str) -> str:
     unmarked = named.replace(_MARK, "")
     if _MARK[:_CUT] in unmarked or _MARK[-_CUT:] in unmarked:
         raise InvalidRequest(
             "the chat template cuts a message where it writes out a control token; leave that "
             "token out of the message"
         )
-    ids = secret.encode(unmarked)
-    if not secret.control_ids.isdisjoint(ids):
-        # the vocabulary also has a control token's text; the marks split it into two pieces
-        ids = secret.encode(named)
-    return [secret.ids.get(token_id, token_id) for token_id in ids if token_id != secret.mark_id]
+    return unmarked
 
 
 @dataclass(frozen=True)
@@ -191,7 +253,10 @@ def _secret_tokenizer(tokenizer: Tokenizer) -> _SecretTokenizer:
             spec | {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
         )
     )
-    names = {token.content: f"{_NAMES}{number:08}" for number, token in enumerate(control.values())}
+    names = {
+        token.content: f"{_NAMES}{number:0{_NUMBER}}"
+        for number, token in enumerate(control.values())
+    }
     ids: dict[int, int] = {}
     for token_id, token in added.items():
         name = names.get(token.content, token.content)

@@ -40,6 +40,7 @@ class RequestRecord:
         method, path: From the request line, with the path decoded. Untrusted.
         status: Status of the reply. 0: no reply has begun.
         session: The client's `x-session-id`. Its requests go to one replica.
+        owner: Digest of the request's API key. "": the route needs none.
         has_version: True if the request has an `anthropic-version` header.
         traceparent: The header of this name, as sent by the client.
         model: Requested model, if the body could be read.
@@ -56,6 +57,7 @@ class RequestRecord:
     method: str
     path: str
     session: str | None = None
+    owner: str = ""
     has_version: bool = False
     traceparent: str | None = None
     status: int = 0

@@ -77,6 +77,7 @@ FAMILIES = (
             "/v1/completions",
             "/v1/responses",
             "/v1/responses/{name}",
+            "/v1/responses/{name}/cancel",
             "/v1/responses/{name}/input_items",
             "/v1/embeddings",
             "/v1/models",

@@ -204,8 +204,12 @@ class ChatBuilder(OllamaBuilder):
             return
         demand = demand_of(request)
         self.asks = with_calls(self.asks, demand, served, goes_on=False)
-        format = call_format(demand, served)
-        self.make_parser = parser_of(prompt, served, tools=bool(request.tools), format=format)
+        self.make_parser = parser_of(
+            prompt,
+            served,
+            tools=None if demand is None else demand.schemas,
+            format=call_format(demand, served),
+        )
 
     def said(self, content: str, thinking: str) -> dict[str, Any]:
         """Return a message with new text."""
@@ -240,7 +244,7 @@ class GenerateBuilder(OllamaBuilder):
         super().__init__(request, served, prompt, "prompt")
         self._raw = bool(request.raw)
         if prompt is not None and not self._raw:
-            self.make_parser = parser_of(prompt, served, tools=False)
+            self.make_parser = parser_of(prompt, served, tools=None)
 
     def said(self, content: str, thinking: str) -> dict[str, Any]:
         """Return new text."""

@@ -210,8 +210,8 @@ class OpenAIBuilder(Builder):
         return (recorded and bool(request.return_token_ids) and not request.stream) or None
 
     def cut(self, prompt: list[int], max_tokens: int | None) -> list[int]:
-        """Return the prompt, truncated as the request asks. `max_tokens` is the limit of the
-        completion. None: reserve one token.
+        """Return the prompt, truncated as the request asks, and count what is gone. `max_tokens` is
+        the limit of the completion. None: reserve one token.
         """
         most = self.request.truncate_prompt_tokens
         if most is None or len(prompt) <= most:
@@ -222,6 +222,7 @@ class OpenAIBuilder(Builder):
             raise bad_request(
                 "truncate_prompt_tokens is 0, which leaves no prompt; give -1 or at least 1.", _CUT
             )
+        self.num_truncated += len(prompt) - most
         return prompt[:most] if self.request.truncation_side == "right" else prompt[-most:]
 
     # -- answers -----------------------------------------------------------------------------------

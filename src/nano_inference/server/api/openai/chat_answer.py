@@ -62,9 +62,11 @@ class ChatBuilder(OpenAIBuilder):
         self.asks = with_calls(
             self.asks, demand, served, goes_on=bool(request.continue_final_message)
         )
-        tools = bool(request.tools) and request.tool_choice != "none"
         self.make_parser = parser_of(
-            self._prompt, served, tools=tools, format=call_format(demand, served)
+            self._prompt,
+            served,
+            tools=None if demand is None else demand.schemas,
+            format=call_format(demand, served),
         )
         self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)
         self._plain = not (self._extras or self.continuous_usage)

@@ -32,6 +32,14 @@ def chat_prompt(
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
         if request.reasoning_effort == "none":
             kwargs.setdefault("enable_thinking", False)
+    if request.enable_thinking is not None:
+        if kwargs.get("enable_thinking", request.enable_thinking) is not request.enable_thinking:
+            raise bad_request(
+                "enable_thinking contradicts chat_template_kwargs or reasoning_effort; give only "
+                "one of them.",
+                "enable_thinking",
+            )
+        kwargs["enable_thinking"] = request.enable_thinking
     goes_on = bool(request.continue_final_message)
     return encode_conversation(
         plain,
@@ -44,6 +52,7 @@ def chat_prompt(
         continue_final_message=goes_on,
         documents=request.documents,
         add_special_tokens=bool(request.add_special_tokens),
+        history=request.reasoning_history,
     )
 
 

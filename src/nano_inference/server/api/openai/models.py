@@ -234,6 +234,12 @@ class ChatTemplateFields(Strict):
     ] = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = Field(
+        None, description="The variable of this name in chat_template_kwargs"
+    )
+    reasoning_history: Literal["keep", "strip"] | None = Field(
+        None, description="Reasoning of earlier turns. Default: the template decides"
+    )
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = Field(
         None, description="Add the tokens that the tokenizer puts around a text"

@@ -18,6 +18,7 @@ from nano_inference.server.api.shared.fields import (
 from nano_inference.server.api.shared.grammars import ROWS, grammar_of
 from nano_inference.server.api.shared.prompts import need_tokenizer, require_at_most
 from nano_inference.server.api.shared.protocol import Served
+from nano_inference.server.api.shared.thoughts import take_budget
 from nano_inference.server.errors import ApiError, bad_request, shown
 from nano_inference.types import MOST_KEPT_SECONDS, SamplingParams
 
@@ -183,6 +184,7 @@ def sampling_params(
         require_routed_experts(served, f"{within}routed_experts")
     if scored_prompt is not None:
         options |= {"prompt_logprobs": True, "prompt_top_logprobs": scored_prompt}
+    take_budget(options, within)
     grammar = grammar_of(
         _said_of_grammars(fields, within), within, behind, served.engine.grammar_backend
     )

@@ -49,10 +49,13 @@ Strings = Annotated[
 
 
 class CustomParams(Strict):
-    """Parameters that slime adds to SGLang's."""
+    """Parameters that slime and SGLang's logit processors add."""
 
     return_top_p_token_ids: bool | None = Field(
         None, description="Return the ids that the filters kept, flat, as base64"
+    )
+    thinking_budget: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(
+        None, description="Close the thought after this many tokens. -1: no limit"
     )
 
 
@@ -139,6 +142,9 @@ class SglangRequest(Strict):
         None,
         description="Stop after this number of the `n` samples has ended; the others are aborted",
     )
+    max_thinking_tokens: Counts | None = Field(
+        None, description="Close the thought after this many tokens. -1: no limit"
+    )
     require_reasoning: bool | None = Field(
         None, description="Apply the grammar only after the reasoning"
     )
@@ -164,7 +170,6 @@ class SglangRequest(Strict):
         "return_flat_raw_top_logprobs_b64": (False,),
         "sampling_logprobs_mode": ("selected",),
         "positional_embed_overrides": (),
-        "max_thinking_tokens": (),
         "background": (False,),
         "bootstrap_host": (),
         "bootstrap_port": (),

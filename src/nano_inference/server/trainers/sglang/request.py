@@ -273,12 +273,20 @@ class SglangAsked(Builder):
                 "adapter": self._adapter(index),
                 "sampling_mask": prompt.mask or prompt.flat_mask or None,
                 "routed_experts": prompt.experts_from is not None or None,
+                "thinking_budget": self._thinking_budget(sampling, index),
             },
             within="sampling_params.",
             behind=behind_reasoning(prompt.token_ids, self.served, parsed=False)
             if request.require_reasoning
             else AT_ONCE,
         )
+
+    def _thinking_budget(self, sampling: SglangSampling, index: int) -> int | None:
+        custom = sampling.custom_params
+        if custom is not None and custom.thinking_budget is not None:
+            return custom.thinking_budget
+        name = "max_thinking_tokens"
+        return one_of(self.request.max_thinking_tokens, index, len(self._prompts), name)
 
     def _adapter(self, index: int) -> str | None:
         name = one_of(self.request.lora_path, index, len(self._prompts), "lora_path")
