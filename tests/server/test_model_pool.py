@@ -352,7 +352,7 @@ def test_shutdown_ends_a_load() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(0, 9), st.floats(0, 9)), max_size=12))
-def test_every_request_gets_its_model(requests: list[tuple[str, float, float]]) -> None:
+def test_pool_gives_every_request_its_model(requests: list[tuple[str, float, float]]) -> None:
     async def test() -> None:
         pools = Pool(max_loaded=2, idle_unload=4.0, names="abcd")
         await pools.pool.start()

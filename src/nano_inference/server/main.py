@@ -172,8 +172,8 @@ def sources_of(engine: Engines, config: ServerConfig) -> list[ModelSource]:
         return [ModelSource(config.served_names, lambda: engine)]
     engines = [engine] if isinstance(engine, EngineConfig) else [*engine]
     several = len(engines) > 1
-    for each in engines:
-        require(SERVER_LIMITS, Setting(config, each, **{SEVERAL: several or None}))
+    for one in engines:
+        require(SERVER_LIMITS, Setting(config, one, **{SEVERAL: several or None}))
     names = _names(engines, config)
     return [
         ModelSource(

@@ -340,7 +340,7 @@ class ModelPool:
                     except LacksMemory as problem:
                         if not self._order:
                             raise
-                        log.info("%s does not fit beside other models: %s", model.name, problem)
+                        log.info("%s does not fit with other models: %s", model.name, problem)
                         await self._evict(self._seats())
         except Exception as problem:
             model.failure = str(problem)
