@@ -76,7 +76,7 @@ test-slow: $(INSTALLED) $(GEMMA) $(SDKS) $(AGENTS) $(TRL) $(RL_CLIENTS) $(VERL) 
 	$(BIN)/python -m pytest -m slow --tier all tests
 	$(MAKE) parity simulate mutants
 
-test-sdks: $(SDKS) $(AGENTS) ## of these, those with dspy, instructor, LiteLLM, openai-agents, pydantic-ai and smolagents
+test-sdks: $(SDKS) $(AGENTS) ## of these, those with dspy, instructor, LiteLLM, ollama, openai-agents, pydantic-ai and smolagents
 	$(BIN)/python -m pytest -m slow tests/server/clients
 
 test-trl: $(TRL) ## those with TRL
@@ -172,9 +172,9 @@ $(AGENTS): $(INSTALLED)
 
 # LiteLLM wants an older openai than the tests of that client do.
 $(SDKS): $(INSTALLED)
-	@echo "Installing dspy, instructor, LiteLLM, pydantic-ai and smolagents into $(VENV)/sdks."
+	@echo "Installing dspy, instructor, LiteLLM, ollama, pydantic-ai and smolagents into $(VENV)/sdks."
 	@$(PYTHON) -m venv $(VENV)/sdks
-	@$(VENV)/sdks/bin/python -m pip $(QUIET) install dspy "instructor[anthropic]" litellm mcp \
+	@$(VENV)/sdks/bin/python -m pip $(QUIET) install dspy "instructor[anthropic]" litellm mcp ollama==0.6.3 \
 		"pydantic-ai-slim[anthropic,openai]" "smolagents[openai]"
 	@touch $(SDKS)
 

@@ -703,6 +703,20 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/text/test_output_text.py",
     ),
     Fault(
+        "busy_model_is_unloaded",
+        "src/nano_inference/server/model_pool.py",
+        old="await hosted.unused()",
+        new="await asyncio.sleep(0)",
+        seen_by="tests/server/test_model_pool.py -k 'busy or every_request'",
+    ),
+    Fault(
+        "last_used_model_makes_room",
+        "src/nano_inference/server/model_pool.py",
+        old="return next((seat for seat in seats if not seat.is_busy), seats[0])",
+        new="return next((seat for seat in reversed(seats) if not seat.is_busy), seats[0])",
+        seen_by="tests/server/test_model_pool.py -k 'room or least_recently'",
+    ),
+    Fault(
         "admission_forgets_the_newcomer",
         "src/nano_inference/server/http/admission.py",
         old="if there > 0 and there + num_samples > room:",

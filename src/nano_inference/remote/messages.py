@@ -74,6 +74,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         enable_prefix_caching: True if prefix caching is configured.
         dtype: Type of weights and activations, such as `"bfloat16"`. Empty: unknown.
         quantization: Quantization of the weights, or None.
+        memory: Bytes of weights, KV cache and the rest of its budget. 0: unknown.
     """
 
     model_path: str
@@ -94,6 +95,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     enable_prefix_caching: bool = True
     dtype: str = ""
     quantization: str | None = None
+    memory: int = 0
 
 
 # -- to the engine ---------------------------------------------------------------------------------

@@ -47,8 +47,12 @@ class ServerConfig:
             existing one keeps its mode.
         root_path: Path prefix that a proxy adds, such as `/llm`. Requests with and without it are
             served.
-        served_model_name: Model name that clients use, or several; replies contain the first. None:
-            the engine's `model_path`.
+        served_model_name: Model name that clients use, or several; replies contain the first. With
+            several models, one name for each. None: the engine's `model_path`.
+        max_loaded: Maximum number of models that are loaded at a time. The server starts with so
+            many. None: all that fit, of which it starts with the first.
+        idle_unload: Seconds without requests after which a model is unloaded. None: a model stays
+            until another needs its room.
         chat_template: Jinja source that replaces the model's chat template.
         api_keys: Keys that open every client route. `/health`, `/ping`, `/liveness`, `/docs` and
             the page need no key. Empty: no key is needed.
@@ -131,6 +135,18 @@ class ServerConfig:
     )
     served_model_name: str | tuple[str, ...] | None = option(
         None, SERVER, "Name that clients use. May be repeated. Default: MODEL.", each=str
+    )
+    max_loaded: int | None = option(
+        None,
+        SERVER,
+        "Maximum loaded models. Load so many at the start. Default: all that fit, first the first.",
+        least=1,
+    )
+    idle_unload: float | None = option(
+        None,
+        SERVER,
+        "Unload a model after this time without requests, such as 10m. Default: never.",
+        duration=True,
     )
     chat_template: str | None = None
     api_keys: tuple[str, ...] = option(
@@ -338,6 +354,8 @@ class ServerConfig:
         self._check_weight_group()
         timeouts = ("request_timeout", "body_timeout", "rl_timeout", "stall_timeout")
         check_seconds(self, timeouts, ConfigError)
+        if self.idle_unload is not None:
+            check_seconds(self, ("idle_unload",), ConfigError)
         if not is_number(self.drain_timeout) or not 0 <= self.drain_timeout < float("inf"):
             raise ConfigError(
                 f"drain_timeout={self.drain_timeout!r} must be a number of seconds of at least 0."

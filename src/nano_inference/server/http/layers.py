@@ -44,7 +44,7 @@ class Level(Enum):
 HEALTH = frozenset(("/health", "/ping"))
 # All other paths, even unknown ones, are `KEY`.
 LEVELS: dict[str, Level] = dict.fromkeys(HEALTH | paths.PAGE, Level.OPEN)
-LEVELS |= {"/flush_cache": Level.ADMIN}
+LEVELS |= dict.fromkeys(("/flush_cache", "/models/load", "/models/unload"), Level.ADMIN)
 LEVELS |= dict.fromkeys(("/fleet", "/fleet/add", "/fleet/drain", "/fleet/remove"), Level.ADMIN)
 # Additional levels with `ServerConfig.rl`.
 RL_LEVELS: dict[str, Level] = dict.fromkeys(paths.CHANGING, Level.ADMIN) | dict.fromkeys(

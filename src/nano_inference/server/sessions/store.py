@@ -105,9 +105,7 @@ class SessionStore:
         self._secret = secrets.token_bytes(32)
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
 
-    def add(
-        self, owner: str, options: SessionOptions, chat: Conversation, **more: Any
-    ) -> Session:
+    def add(self, owner: str, options: SessionOptions, chat: Conversation, **more: Any) -> Session:
         """Open a session. Raises `ApiError` 429."""
         name = self._new_name(owner)
         root = more.pop("root", name)
