@@ -317,6 +317,17 @@ def test_forced_answer_is_a_call(name: str, kind: str, tokenizers: dict[str, Tok
         ]
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "gemma4"])
+def test_forced_string_does_not_hold_its_end(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tool = OfferedTool("f", object_of(a={"type": "string"}))
+    demand, tokenizer = ToolDemand([tool], forced=True, parallel=False), tokenizers["bytes"]
+    grammar = tool_grammar(demand, ChatFormat(name), tokenizer, prompt_tail="")
+    whole = rendered(name, [("f", {"a": "x"})])
+    assert accepts(grammar, whole, tokenizer)
+    end = whole[whole.index("x") + 1 :]
+    assert not accepts(grammar, whole + "y" + end, tokenizer)
+
+
 def test_text_may_have_to_be_json(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["tokens"]
     for name in TOOL_FORMATS:
