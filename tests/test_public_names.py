@@ -150,6 +150,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "cache_priority": 0,
         "thinking_token_budget": None,
         "bad_words": (),
+        "logits_processors": (),
     },
     TrainingSample: {
         "prompt_tokens": REQUIRED,

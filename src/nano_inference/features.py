@@ -464,6 +464,9 @@ SERVED_ROWS = (
     _feature("kept blocks", "keep_cache_seconds")(
         "the engine keeps no blocks", "omit it", excludes=(_NO_PREFIXES,)
     ),
+    _feature("logits processors", "logits_processors")(
+        "each process has only a part of the logits or of the steps", "use one rank", ranks=()
+    ),
     _feature("routed experts of a sample", "routed_experts")(
         "otherwise the engine does not record them",
         "build the engine with it",

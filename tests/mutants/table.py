@@ -365,6 +365,20 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/server/api/parsing/test_harmony.py",
     ),
     Fault(
+        "tags_end_at_their_first_marker",
+        "src/nano_inference/server/api/parsing/tool_parsers.py",
+        old="if any(map(rest.startswith, stops)) or (self._ended and is_open):",
+        new="if not self._ended or is_open:",
+        seen_by="tests/server/api/parsing/test_tool_formats.py",
+    ),
+    Fault(
+        "forced_text_may_hold_its_end",
+        "src/nano_inference/server/api/parsing/value_grammars.py",
+        old='return f"(/{pattern}/ & ~/(.|\\\\n)*{regex_of(text)}(.|\\\\n)*/)"',
+        new='return f"(/{pattern}/ & ~/(.|\\\\n)*{regex_of(text)}{pattern}x/)"',
+        seen_by="tests/server/api/parsing/test_tool_grammars.py",
+    ),
+    Fault(
         "masked_odds_keep_all",
         "src/nano_inference/ops/cpu/kernels/head_source.h",
         old="Vec odd = vselect(vgt(vload(z + j), nothing), vload(odds + j), vset(0.f));",
@@ -999,5 +1013,12 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         old="        if words is None:\n            if banned",
         new="        if words is not None or bad.always:\n            if banned",
         seen_by="tests/engine/test_thinking.py -k bad_words",
+    ),
+    Fault(
+        "processors_see_no_drafts",
+        "src/nano_inference/core/logits_processors.py",
+        old="self._processed(seq, chunks.behind.get(index, ()), old)",
+        new="self._processed(seq, (), old)",
+        seen_by="tests/engine/test_logits_processors.py -k see_drafts",
     ),
 )

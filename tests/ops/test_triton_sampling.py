@@ -201,7 +201,7 @@ def test_kept_mass_of_a_mask_may_be_tiny(temperature: float, options: dict[str, 
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES), data=st.data())
 def test_sample_has_same_bits_in_any_batch(seed: int, vocab: int, data: st.DataObject) -> None:
-    requests = random_requests(random.Random(seed), 6, 3, vocab)
+    requests = random_requests(random.Random(seed), 6, 3, vocab, named=True)
     logits = rows(3, vocab, seed)
     together = sampling.draw(logits, raw(requests))
     order = data.draw(st.permutations(range(6)))

@@ -16,7 +16,12 @@ CONTROL = [
         "<\uff5cend▁of▁sentence\uff5c>",
         "<\uff5ctool▁call▁begin\uff5c>",
     ),
-    *("<\uff5ctool▁call▁end\uff5c>", "<\uff5ctool▁output▁begin\uff5c>", "<\uff5ctool▁output▁end\uff5c>", "<\uff5ctool▁sep\uff5c>"),
+    *(
+        "<\uff5ctool▁call▁end\uff5c>",
+        "<\uff5ctool▁output▁begin\uff5c>",
+        "<\uff5ctool▁output▁end\uff5c>",
+        "<\uff5ctool▁sep\uff5c>",
+    ),
 ]
 
 MISTRAL = """{{- bos_token }}

@@ -62,12 +62,14 @@ class ShardedHead:
         xp = namespace(hidden)
         order = xp.cat(chosen).argsort()
         pairs = {
-            field.name: [getattr(draw, field.name) for draw in drawn] for field in fields(Draw)
+            field.name: [getattr(draw, field.name) for draw in drawn]
+            for field in fields(Draw)
+            if field.name != "named_logprobs"
         }
         whole: Any = {
             name: None if pair[0] is None else xp.cat(pair)[order] for name, pair in pairs.items()
         }
-        return Draw(**whole)
+        return Draw(**whole, named_logprobs=drawn[0].named_logprobs)  # empty
 
     def sample_logits(self, logits: Tensor, batch: SamplingBatch) -> Draw:
         """Draw samples from logits of the whole vocabulary, like `Ops.sample_logits`."""

@@ -226,7 +226,7 @@ class EngineClient(ABC):
         request = RequestStream(
             num_samples, backlog, lambda: self.give_up(request_id), name, on_overflow
         )
-        message = Generate(request_id, prompt, params, num_samples, stream, **limits)
+        message = Generate(request_id, prompt, params, num_samples, stream, **limits, name=name)
         self._hand_over(request, message, num_samples, lambda: self._begin(message, session))
         return request
 
@@ -240,7 +240,7 @@ class EngineClient(ABC):
         """
         self._require_alive()
         request_id = next(self._ids)
-        named = msgspec.structs.replace(message, request_id=request_id)
+        named = msgspec.structs.replace(message, request_id=request_id, name=receiver.name)
         self._hand_over(receiver, named, num_samples, lambda: self._send(named))
         return request_id
 

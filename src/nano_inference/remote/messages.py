@@ -104,7 +104,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     `request_id`.
 
     `tell`: report its tokens periodically even without `stream`, so that another engine can resume
-    it.
+    it. `name`: name of its receiver, for `EngineCore.open_requests`.
     """
 
     request_id: int
@@ -117,7 +117,9 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     max_staleness: int | None = None
     exact_version: int | None = None
     max_entries: int | None = None
+    place: int | None = None
     tell: bool = False
+    name: str | None = None
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
@@ -132,6 +134,7 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
     max_staleness: int | None = None
     version: int | None = None
     tell: bool = False
+    name: str | None = None
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -79,6 +79,9 @@ class ServerConfig:
             `max_body_bytes`.
         max_stored_responses: Maximum total size of responses stored for later ones to continue. 0:
             store none.
+        max_sessions: Maximum open sessions of an API key. 0: none.
+        max_session_bytes: Maximum total size of an API key's sessions.
+        session_timeout: Seconds after which an unused session is closed.
         body_timeout: Seconds to wait for the next part of a body.
         max_connections: Maximum open connections.
         max_header_bytes: Maximum total size of a request's headers.
@@ -203,6 +206,19 @@ class ServerConfig:
         "Memory for stored responses (/v1/responses). 0: store none.",
         size=True,
         least=0,
+    )
+    max_sessions: int = option(
+        None,
+        LIMITS,
+        "Maximum open sessions (/sessions) of an API key. Default: 256; 65536 with --rl.",
+        unset=(256, 1 << 16),
+        least=0,
+    )
+    max_session_bytes: int = option(
+        256 * MIB, LIMITS, "Memory for the sessions of an API key.", size=True, least=1
+    )
+    session_timeout: float = option(
+        3600.0, LIMITS, "Seconds after which an unused session is closed."
     )
     body_timeout: float = option(30.0, LIMITS, "Seconds to wait for the next part of a body.")
     max_connections: int = option(

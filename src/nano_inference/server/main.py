@@ -42,6 +42,7 @@ from nano_inference.server.routes import (
 )
 from nano_inference.server.runner import Runner
 from nano_inference.server.server import Server
+from nano_inference.server.sessions.routes import session_routes
 from nano_inference.server.trainers import (
     pipeline_rl,
     prime_rl,
@@ -70,6 +71,7 @@ ROUTES: Sequence[Routes] = (
     embedding_routes,
     response_routes,
     fleet_routes,
+    session_routes,
 )
 # Additional protocols with `ServerConfig.rl`.
 RL_PROTOCOLS: dict[str, ApiProtocol] = {

@@ -44,6 +44,7 @@ from nano_inference.server.http.replies import (
     reply_in_pieces,
 )
 from nano_inference.server.http.tracing import Tracer
+from nano_inference.server.sessions.store import SessionStore
 from nano_inference.structured.grammar import Grammar
 from nano_inference.text.tokenizer import load_tokenizer
 
@@ -70,6 +71,7 @@ class Server:
         stop: Called when the engine is lost permanently; ends the server.
         exchanges: For each request being read or answered, a function that ends it with an error.
         detached: Tasks of answers that are made without a client.
+        generating: Generations that are not answered yet.
         beside: Coroutine functions started when the engine is ready, and canceled at the end.
         linger: Seconds between the engine's end and the call of `stop`.
         lost: Reason why the engine is lost.
@@ -85,6 +87,7 @@ class Server:
         default_factory=set[Callable[[ApiError], None]]
     )
     detached: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    generating: "set[Exchange]" = field(default_factory=lambda: set[Exchange]())
     beside: list[Callable[[], Coroutine[Any, Any, None]]] = field(
         default_factory=list[Callable[[], Coroutine[Any, Any, None]]]
     )
@@ -104,6 +107,7 @@ class Server:
         self.tracer = None if endpoint is None else Tracer(endpoint)
         self.control = Control(self.client, self.config)
         self.grammar_readers = GrammarReaders(GRAMMAR_SECONDS)
+        self.sessions = SessionStore(config)
         self.admission = Admission(config, self.client, lambda: self.control.engine.names.newest)
 
     def require_served(self) -> Served:
@@ -414,6 +418,17 @@ class Exchange:
         self._wanted = wanted_version(builder), len(self._generation.choices)
         server.admission.hold(*self._wanted)
         server.exchanges.add(self.end)
+        server.generating.add(self)
+
+    @property
+    def record(self) -> RequestRecord:
+        """Record of the HTTP request."""
+        return self._record
+
+    @property
+    def names(self) -> set[str | None]:
+        """Names by which the engine knows the parts of the request."""
+        return {stream.name for stream in self._generation.streams}
 
     def end(self, problem: ApiError) -> None:
         """Abort the generation. The client gets `problem` as a status or as the last event."""
@@ -495,7 +510,9 @@ class Exchange:
         finally:
             timer.cancel()
             self._generation.close()
+            self._builder.ended()
             self._server.exchanges.discard(self.end)
+            self._server.generating.discard(self)
             self._server.admission.let_go(*self._wanted)
             self._report()
 

@@ -92,6 +92,11 @@ class Conversation:
         return len(self.token_ids)
 
     @property
+    def num_characters(self) -> int:
+        """Number of characters of its text."""
+        return len(self._text)
+
+    @property
     def loss_mask(self) -> tuple[bool, ...]:
         """True for each sampled token."""
         return tuple(

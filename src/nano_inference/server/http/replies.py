@@ -41,6 +41,7 @@ class RequestRecord:
         status: Status of the reply. 0: no reply has begun.
         session: The client's `x-session-id`. Its requests go to one replica.
         owner: Digest of the request's API key. "": the route needs none.
+        is_admin: True if the request may see what belongs to other keys.
         has_version: True if the request has an `anthropic-version` header.
         traceparent: The header of this name, as sent by the client.
         model: Requested model, if the body could be read.
@@ -58,6 +59,7 @@ class RequestRecord:
     path: str
     session: str | None = None
     owner: str = ""
+    is_admin: bool = False
     has_version: bool = False
     traceparent: str | None = None
     status: int = 0

@@ -25,7 +25,7 @@ from nano_inference.server.api.shared.prompts import (
 from nano_inference.server.api.shared.protocol import ApiProtocol, RequestUsage, Served
 from nano_inference.server.api.shared.sampling import num_logprobs
 from nano_inference.server.errors import bad_request
-from nano_inference.types import TopLogprobs, TrainingSample
+from nano_inference.types import TrainingSample
 
 
 class ChatBuilder(OpenAIBuilder):
@@ -43,13 +43,15 @@ class ChatBuilder(OpenAIBuilder):
         self.request: ChatRequest = request
         if request.top_logprobs and not request.logprobs:
             raise bad_request("top_logprobs requires logprobs: true.", "top_logprobs")
+        if request.logprob_token_ids and not request.logprobs:
+            raise bad_request("logprob_token_ids requires logprobs: true.", "logprob_token_ids")
         top_logprobs = num_logprobs(request.top_logprobs, served, "top_logprobs") or 0
         name = (
             "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
         )
         asked = getattr(request, name)
         self._prompt = checked_prompt(
-            self.cut(chat_prompt(request, request.messages, served), asked), served, "messages"
+            self.cut(self.rendered(request, served), asked), served, "messages"
         )
         max_tokens = room(self._prompt, asked, served, None, name)
         behind = behind_reasoning(
@@ -72,6 +74,10 @@ class ChatBuilder(OpenAIBuilder):
         self._plain = not (self._extras or self.continuous_usage)
         self._shows_reasoning = request.include_reasoning is not False
         self._called: set[tuple[int, int]] = set()  # choices and their tool calls
+
+    def rendered(self, request: ChatRequest, served: Served) -> list[int]:
+        """Return the token ids of the request's chat."""
+        return chat_prompt(request, request.messages, served)
 
     # -- a stream ----------------------------------------------------------------------------------
 
@@ -187,8 +193,9 @@ class ChatBuilder(OpenAIBuilder):
 
     def token_rows(self, piece: ChoiceDelta) -> Iterator[dict[str, Any]]:
         """Yield the logprob and the most probable tokens of each token."""
-        tops = piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
-        for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True):
+        for token_id, logprob, top in zip(
+            piece.token_ids, piece.logprobs, self.tops_of(piece), strict=True
+        ):
             best = zip(top.token_ids, top.logprobs, strict=True)
             yield self._token(token_id, logprob) | {
                 "top_logprobs": [self._token(*each) for each in best]

@@ -229,6 +229,9 @@ class Builder:
         """Return the whole answer."""
         raise NotImplementedError
 
+    def ended(self) -> None:
+        """Let go of everything that the request holds. Called once the request has ended."""
+
 
 CODE = "request_too_large"
 

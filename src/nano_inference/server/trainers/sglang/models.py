@@ -111,6 +111,9 @@ class SglangRequest(Strict):
         None, description="Score the prompt from this token on. -1: do not score it"
     )
     top_logprobs_num: Counts | None = None
+    token_ids_logprob: Annotated[
+        Any, WithJsonSchema({"type": ["array", "null"], "items": {"type": ["integer", "array"]}})
+    ] = Field(None, description="Ids whose logprobs to return: one list, or one per prompt")
     return_text_in_logprobs: bool | None = None
     return_sampling_mask: Flags | None = Field(
         None, description="Return the ids that the filters kept, for each token"
@@ -162,7 +165,6 @@ class SglangRequest(Strict):
         "modalities": ([],),
         "lora_id": ([],),
         "session_params": ({},),
-        "token_ids_logprob": ([],),
         "return_hidden_states": (False,),
         "return_indexer_topk": (False,),
         "return_flat_raw_top_logprobs": (False,),
