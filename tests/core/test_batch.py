@@ -25,7 +25,7 @@ from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.sampling.columns import Entries, columns_of
 from nano_inference.sampling.pipeline import drawable
 from nano_inference.sampling.sample import sample
-from nano_inference.sampling.sampling_batch import Masks, SamplingTable, mask_of
+from nano_inference.sampling.sampling_batch import Biases, Masks, SamplingTable, mask_of
 from nano_inference.sampling.tensors import (
     TORCH,
     DrawRequest,
@@ -79,8 +79,8 @@ class CheckedBuilder(BatchBuilder[Tensor]):
             assert_declared_dtypes(batch)
         return batches
 
-    def sampling_batch(self, chunks: Chunks, masks: Masks) -> SamplingBatch:
-        batch = super().sampling_batch(chunks, masks)
+    def sampling_batch(self, chunks: Chunks, masks: Masks, biases: Biases = ()) -> SamplingBatch:
+        batch = super().sampling_batch(chunks, masks, biases)
         expected = sampling_batch(list(self.requests(chunks)))
         for name in (field.name for field in fields(batch)):
             mine, theirs = getattr(batch, name), getattr(expected, name)
