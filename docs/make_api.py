@@ -32,6 +32,7 @@ GROUPS = {
             "RoutedExperts",
         ),
         *("WeightUpdate", "WeightPatch", "SamplingPipeline", "AdapterInfo", "LoraSettings"),
+        *("Conversation", "TokenSpan"),
     ),
     "Parts": (
         *(
@@ -58,6 +59,7 @@ GROUPS = {
             "ConfigError",
             "ModelLoadError",
             "InvalidRequest",
+            "TemplateRewritesPast",
             "RequestTooLarge",
         ),
         *(

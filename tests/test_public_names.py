@@ -74,6 +74,7 @@ NAMES = {
     *("VersionGone", "WeightUpdateError", "WeightUpdateConflict", "WeightTransferError"),
     *("RequestAborted", "EngineDead", "RankLost"),
     *("AdapterError", "AdapterInfo", "AdapterNotFound", "LoraSettings"),
+    *("Conversation", "TokenSpan", "TemplateRewritesPast"),
 }
 
 FIELDS: dict[type, dict[str, Any]] = {
@@ -155,6 +156,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "logprob_token_ids": (),
         "prompt_logprob_token_ids": (),
         "prompt_logprob_start": 0,
+        "logits_processors": (),
     },
     TrainingSample: {
         "prompt_tokens": REQUIRED,
@@ -268,6 +270,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "max_staleness": None,
         "num_wanted": None,
         "exact_version": None,
+        "place": None,
     },
     "resume_from": {
         "sample": REQUIRED,

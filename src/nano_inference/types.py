@@ -13,6 +13,7 @@ from nano_inference.fields.checks import (
     PENALTIES,
     bad_words,
     biases,
+    processor_names,
     real,
     stop_strings,
     token_id_row,
@@ -63,6 +64,7 @@ class Limits(TypedDict, total=False):
     max_staleness: int | None
     exact_version: int | None
     max_entries: int | None
+    place: int | None
 
 
 class UpdateOptions(TypedDict, total=False):
@@ -80,9 +82,9 @@ class SamplingParams:
     """Sampling distribution, stop conditions and requested outputs. Raises `InvalidRequest` at
     construction if a value is invalid.
 
-    The distribution is made in this order: bias, penalties, masks (`allowed_token_ids`,
-    `min_tokens`, `bad_words`, `thinking_token_budget`), temperature, top_k, top_p, min_p
-    (`docs/sampling.md`).
+    The distribution is made in this order: logits processors, bias, penalties, masks
+    (`allowed_token_ids`, `min_tokens`, `bad_words`, `thinking_token_budget`), temperature, top_k,
+    top_p, min_p (`docs/sampling.md`).
 
     Attributes:
         temperature: Sampling temperature. 0 is greedy: the most likely token, the lower id on a
@@ -144,6 +146,8 @@ class SamplingParams:
             `prompt_logprob_start`.
         prompt_logprob_start: Index of the prompt token after which the first of these positions
             lies. Needs `prompt_logprob_token_ids`.
+        logits_processors: Names of functions that change the model's logits, in this order, before
+            all other steps (`InferenceEngine.register_logits_processor`).
     """
 
     temperature: float = option(
@@ -211,6 +215,7 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprob_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprob_start: int = 0
+    logits_processors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0.0, math.inf)
@@ -250,6 +255,7 @@ class SamplingParams:
         object.__setattr__(self, "prompt_logprob_token_ids", rows)
         object.__setattr__(self, "stop", stop_strings(self.stop))
         object.__setattr__(self, "bad_words", bad_words(self.bad_words))
+        object.__setattr__(self, "logits_processors", processor_names(self.logits_processors))
         object.__setattr__(self, "logit_bias", biases(self.logit_bias))
         if self.allowed_token_ids is not None:
             object.__setattr__(
@@ -293,6 +299,10 @@ class SamplingParams:
             or self.repetition_penalty != 1
         )
 
+    def numerics(self, fingerprint: str) -> str:
+        """Return an engine's fingerprint with the processors, by whose names their code counts."""
+        return "+".join((fingerprint, *self.logits_processors))
+
     @property
     def scores_prompt(self) -> bool:
         """True if logprobs at prompt positions are returned."""
@@ -318,6 +328,7 @@ class SamplingParams:
             or self.min_tokens > 0
             or self.grammar is not None
             or self.has_rules
+            or bool(self.logits_processors)
         )
         return self.filters or (masks and self.temperature > 0)
 
@@ -664,6 +675,47 @@ class SpeculationStats:
     def num_accepted(self) -> int:
         """Total number of rows whose draft was accepted."""
         return sum(map(sum, self.accepted.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """State of an open request between two steps. It holds no token and no text.
+
+    Attributes:
+        request_id: Id of the request.
+        name: Name that its client gave it, or None.
+        state: `"running"` if any sample has blocks, otherwise `"waiting"` or `"held"`. A held
+            request must not be scheduled yet.
+        reason: Why it computes nothing in the next step, as the scheduler decides it. Empty if it
+            does, or if it runs.
+        behind: Id of the waiting request that it must not overtake, if that is the reason.
+        num_samples: Number of unfinished samples.
+        priority: Scheduling priority. Lower goes first.
+        prompt_tokens: Number of prompt tokens.
+        computed_tokens: Number of its tokens whose keys and values are computed, over all samples.
+        completion_tokens: Number of its sampled tokens, over all samples.
+        cached_tokens: Prompt tokens found in the prefix cache.
+        blocks: Number of KV blocks that it holds. A block that samples share counts once.
+        weight_version: Version of the weights that computes it.
+        adapter: Name of its adapter, or None.
+        queued: Seconds in the queue so far.
+    """
+
+    request_id: int
+    name: str | None
+    state: Literal["running", "waiting", "held"]
+    reason: str
+    behind: int | None
+    num_samples: int
+    priority: int
+    prompt_tokens: int
+    computed_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    blocks: int
+    weight_version: int
+    adapter: str | None
+    queued: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -401,3 +401,27 @@ def test_unsupported_offload_options_are_rejected(build: Build, models: dict[str
         EngineConfig(model_path=path, kept_cache_folder="/tmp", tensor_parallel=2)
     with pytest.raises(ConfigError, match="kept_cache_folder"):
         build(kept_cache_folder="/dev/null")
+
+
+def test_prefetch_restores_blocks_before_the_request(build: Build, tmp_path: Path) -> None:
+    engine = build(kept_cache_folder=str(tmp_path))
+    prompt = prompt_of(24)
+    (first,) = engine.generate(prompt, params(keep_cache_seconds=60))
+    history = [*prompt, *first.completion_tokens]
+    for stem in range(1, 12):  # evict all of it
+        engine.generate(prompt_of(48, stem), params())
+    assert engine.stats().kept_file_bytes > 0
+    in_memory = engine.kept_prompts.prefetch(history)
+    assert in_memory >= 24
+    read = engine.stats().kept_blocks_read
+    assert read > 0
+    (again,) = engine.generate([*history, 5, 6], params())
+    assert again.cached_tokens == in_memory
+    assert engine.stats().kept_blocks_read == read
+    (fresh,) = engine.generate([*history, 5, 6], params(cache_salt="other"))
+    assert fresh.completion_tokens == again.completion_tokens
+    assert fresh.logprobs == again.logprobs
+    assert engine.kept_prompts.release(history) > 0
+    assert engine.stats().num_kept_blocks == 0
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        engine.kept_prompts.prefetch([10**9])

@@ -41,6 +41,7 @@ class Request:
     num_samples: int = 1
     arrives: int = 0  # step
     aborted: int | None = None  # step
+    place: int | None = None  # earlier request whose place in the queue it takes
 
 
 @dataclass(frozen=True)
@@ -227,9 +228,11 @@ def run(
                 break
             for index, request in enumerate(requests):
                 if request.arrives == step:
-                    ids[engine.add_request(request.prompt, request.params, request.num_samples)] = (
-                        index
+                    options = {"place": request.place}
+                    request_id = engine.add_request(
+                        request.prompt, request.params, request.num_samples, **options
                     )
+                    ids[request_id] = index
                 if request.aborted == step:
                     samples += engine.abort([i for i, p in ids.items() if p == index])
             poison(engine)

@@ -107,6 +107,16 @@ class KeptMachine(RuleBasedStateMachine):
                 assert len(kept) == len(block_ids), "a block was not kept, and there was room"
         self.cache.deallocate(table, self._num_slid(tokens))
 
+    @precondition(lambda self: self.live)
+    @rule(pick=st.integers(0, 99), start=st.integers(0, 8))
+    def let_go(self, pick: int, start: int) -> None:
+        _, prefix, _ = self.live[pick % len(self.live)]
+        before = dict(self.cache.kept.marks)
+        count = self.cache.let_go(prefix, start)
+        gone = before.keys() - self.cache.kept.marks.keys()
+        assert len(gone) == count
+        assert gone <= set(prefix.hashes[-(-start // SIZE) :])
+
     @rule(seconds=st.integers(1, 9))
     def wait(self, seconds: int) -> None:
         self.now += seconds
@@ -326,3 +336,20 @@ def test_marks_stay_bounded_and_ordered() -> None:
     queues = (case.cache.kept._all, case.cache.kept._free, case.cache.kept._ends)  # pyright: ignore
     assert all(len(queue._heap) <= 200 for queue in queues)  # pyright: ignore
     assert Mark(1, 2.0, 0, False) > Mark(1, 2.0, -1, True)
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_let_go_spares_what_another_chain_continues(cache_type: type[KVCacheManager]) -> None:
+    case = Case(cache_type, num_blocks=24)
+    stem = [7] * (4 * SIZE)
+    branches = [[*stem, *[number] * (2 * SIZE)] for number in (1, 2)]
+    for tokens in branches:
+        table = list(case.cache.allocate(tokens, prefix=keys(tokens)).block_ids)
+        case.cache.publish(table, tokens, keys(tokens), range(6))
+        case.cache.keep(keys(tokens), 0, 60, 0)
+        case.cache.deallocate(table)
+    assert len(case.cache.kept.marks) == 8
+    assert case.cache.let_go(keys(branches[0]), 0) == 2
+    assert case.cache.let_go(keys(branches[1]), 2 * SIZE) == 4
+    assert set(case.cache.kept.marks) == set(keys(stem).hashes[:2])
+    case.cache.check([])

@@ -78,16 +78,16 @@ def test_mooncake_session_appends_new_blocks(tmp_path: Path) -> None:
 def test_mooncake_messages_are_sent_as_written(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tools = [{"type": "function", "function": {"name": "f"}}]
-    given = {"messages": messages, "output_length": 3, "tools": tools, "extra": {"top_k": 1}}
-    (turn,) = read_trace(written(tmp_path, given)).conversations["#1"].turns
+    content = {"messages": messages, "output_length": 3, "tools": tools, "extra": {"top_k": 1}}
+    (turn,) = read_trace(written(tmp_path, content)).conversations["#1"].turns
     assert [each.message() for each in turn.messages] == messages
     assert (turn.fields, turn.appends) == ({"tools": tools, "top_k": 1}, False)
 
 
 def test_weka_subagents_run_between_turns(tmp_path: Path) -> None:
     child = subagent(2.0, call(2.5, 7), call(4.0, 7, 8, think_time=0.5))
-    given = session(call(0.0, 1, api_time=1.0), child, call(6.0, 1, 2))
-    trace = read_trace(written(tmp_path, given))
+    content = session(call(0.0, 1, api_time=1.0), child, call(6.0, 1, 2))
+    trace = read_trace(written(tmp_path, content))
     first, second = trace.conversations["s"].turns
     assert (first.spawns, second.joins) == (("s/a",), ("s/a",))
     assert second.wait == pytest.approx(2.0)  # the subagent ended at 4
@@ -104,8 +104,8 @@ def test_weka_background_subagent_is_not_awaited(tmp_path: Path) -> None:
 
 
 def test_weka_times_of_subagents_may_be_relative(tmp_path: Path) -> None:
-    given = session(call(0.0, 1), subagent(5.0, call(0.0, 7), call(1.0, 7, 8)), call(9.0, 1, 2))
-    trace = read_trace(written(tmp_path, given))
+    content = session(call(0.0, 1), subagent(5.0, call(0.0, 7), call(1.0, 7, 8)), call(9.0, 1, 2))
+    trace = read_trace(written(tmp_path, content))
     assert trace.conversations["s/a"].turns[1].wait == pytest.approx(1.0)
     assert trace.conversations["s"].turns[1].wait == pytest.approx(3.0)
 
@@ -118,8 +118,8 @@ def test_weka_file_may_be_one_indented_object(tmp_path: Path) -> None:
 
 def test_weka_prompt_becomes_a_conversation(tmp_path: Path) -> None:
     calls = call(0, 1, 2, 3), call(1, 1, 2, 3, 4, 5, 6), call(2, 1, 9)
-    given = session(*calls, system_tokens=4)
-    first, second, third = read_trace(written(tmp_path, given)).conversations["s"].turns
+    content = session(*calls, system_tokens=4)
+    first, second, third = read_trace(written(tmp_path, content)).conversations["s"].turns
     roles = [
         [part.role for part in turn.messages if isinstance(part, Words)]
         for turn in (first, second, third)
@@ -272,10 +272,10 @@ def test_growing_prompt_keeps_all_earlier_messages(steps: list[tuple[int, int]])
 
 
 def requests_of(holder: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for each in holder["requests"]:
-        found += requests_of(each) if each["type"] == "subagent" else [each]
-    return found
+    calls: list[dict[str, Any]] = []
+    for entry in holder["requests"]:
+        calls += requests_of(entry) if entry["type"] == "subagent" else [entry]
+    return calls
 
 
 def test_made_trace_has_the_published_statistics() -> None:
@@ -291,8 +291,8 @@ def test_made_trace_has_the_published_statistics() -> None:
     assert with_subagents == 44
     seen: set[int] = set()
     hits = 0
-    for each in calls:
-        ids = each["hash_ids"]
+    for request in calls:
+        ids = request["hash_ids"]
         hits += next((at for at, name in enumerate(ids) if name not in seen), len(ids))
         seen.update(ids)
     assert hits / sum(len(each["hash_ids"]) for each in calls) > 0.96

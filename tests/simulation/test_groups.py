@@ -61,3 +61,16 @@ def test_groups_run_in_turn_under_memory_shortage() -> None:
     order = [end_of[place] for place in range(4)]
     assert order == sorted(order)
     assert order[0] < order[-1] / 2
+
+
+def test_turns_of_a_session_precede_newer_groups() -> None:
+    """The second turn of a group's rollouts must not wait behind all groups that came since."""
+    config = SchedulerConfig(max_batch_size=4, block_size=4)
+    groups = [Ask([1 + number], 8, num_samples=2, arrives=0) for number in range(8)]
+    turns = [Ask([1, number], 8, num_samples=1, arrives=12) for number in range(2)]
+    placed = [replace(ask, place=0) for ask in turns]
+    late = ends(Workload([*groups, *turns], config, num_blocks=200, lookahead=0))
+    soon = ends(Workload([*groups, *placed], config, num_blocks=200, lookahead=0))
+    unbegun = [5, 6, 7]  # groups that wait when the turns arrive
+    assert max(soon[8], soon[9]) < min(soon[number] for number in unbegun)
+    assert max(late[8], late[9]) > min(late[number] for number in unbegun)

@@ -19,6 +19,7 @@ from nano_inference.core.sequence import (
     SampleGroup,
     Sequence,
     Sequences,
+    SequenceStatus,
 )
 from nano_inference.kv_cache.caches import CACHES
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
@@ -62,6 +63,7 @@ class Ask:
     max_staleness: int | None = None
     exact_version: int | None = None
     num_wanted: int | None = None
+    place: int | None = None
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,9 @@ def with_groups(workload: Workload, groups: int) -> Workload:
 
 
 def _limited(ask: Ask, num_updates: int, r: random.Random) -> Ask:
-    """Want only some of the samples, or limit the request to one version."""
+    """Want only some of the samples, take an earlier place, or limit the request to one version."""
+    if r.random() < 0.2:
+        ask = replace(ask, place=r.randrange(0, 9))
     if ask.num_samples > 1 and r.random() < 0.4:
         ask = replace(ask, num_wanted=r.randrange(1, ask.num_samples + 1))
     return (
@@ -285,7 +289,12 @@ def run(
         if step > last_event and not loop.has_pending():
             break
         _post_messages(loop, workload, step)
+        waiting = _waiting(loop)
         came = loop.step()
+        if not workload.updates:
+            assert all(seq.status is not SequenceStatus.RUNNING for seq in waiting), (
+                "a request was admitted against the reason why it waits"
+            )
         samples += came
         ends |= {(sample.request_id, sample.sample_index): step for sample in came}
         for sample in came:
@@ -310,6 +319,17 @@ def run(
     outcome.belated = sum(sample.stop_reason == VERSION_GONE for sample in samples)
     outcome.aborted = sum(sample.finish_reason == "abort" for sample in samples)
     return outcome
+
+
+def _waiting(loop: EngineLoop) -> list[Sequence]:
+    """Return the sequences of requests that wait for a reason which the next step cannot lift."""
+    statuses = {each.request_id: each for each in loop.request_statuses()}
+    assert statuses.keys() == {seq.request_id for seq in loop.sequences.by_id.values()}
+    assert all(each.reason for each in statuses.values() if each.state == "held")
+    if loop.inbox:
+        return []
+    reasons = {request_id for request_id, each in statuses.items() if each.reason}
+    return [seq for seq in loop.sequences.waiting if seq.request_id in reasons]
 
 
 def _check_flights(loop: EngineLoop) -> None:
@@ -359,6 +379,7 @@ def _sequence(loop: EngineLoop, request_id: int, ask: Ask) -> Sequence:
         max_staleness=ask.max_staleness,
         exact_version=ask.exact_version,
         group=SampleGroup(ask.num_wanted) if ask.num_wanted is not None else None,
+        place=ask.place,
     )
     return Sequence(loop.sequences.new_id(), request, list(ask.prompt), ask.num_samples)
 

@@ -57,9 +57,21 @@ def _pieces() -> Backend:
     return backend
 
 
+def _first() -> Backend:
+    """Return a tokenizer with a mark before the first text only."""
+    backend = _pieces()
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    return backend
+
+
+KINDS = {"bytes": _bytes, "pieces": _pieces, "first": _first}
+
+
 @cache
 def tokenizer_of(name: str, kind: str) -> Tokenizer:
-    backend = _bytes() if kind == "bytes" else _pieces()
+    backend = KINDS[kind]()
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in CONTROL])
     backend.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     template, first, ends = TEMPLATES[name]
@@ -109,7 +121,7 @@ def sampled_turn(tokenizer: Tokenizer, before: list[Any], turn: Any, tools: Any)
     return ids
 
 
-@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", sorted(set(TEMPLATES) - {"gpt-oss"}))
 @settings(max_examples=at_depth(8), deadline=None)
 @given(first=st.lists(USER, min_size=1, max_size=1), later=LATER, data=st.data())

@@ -102,19 +102,19 @@ def _conversation(name: str, record: Record) -> tuple[Conversation, list[_Branch
 
 
 def _branches(entry: Record, index: int, turns: int) -> Iterable[_Branch]:
-    for each in _listed(entry, "forks"):
-        background = isinstance(each, dict) and each.get("background") is True
-        child = each.get("child") if isinstance(each, dict) else each
+    for fork in _listed(entry, "forks"):
+        background = isinstance(fork, dict) and fork.get("background") is True
+        child = fork.get("child") if isinstance(fork, dict) else fork
         if not isinstance(child, str):
             raise entry.error("forks must hold names or objects with a child.")
         if not background and index < turns - 1:
             raise entry.error("a fork ends its conversation; set background, or fork last.")
         yield _Branch((child,), forks=True, join_at=None)
-    for each in _listed(entry, "spawns"):
-        if isinstance(each, str):
-            yield _Branch((each,), forks=False, join_at=index + 1)
+    for spawn in _listed(entry, "spawns"):
+        if isinstance(spawn, str):
+            yield _Branch((spawn,), forks=False, join_at=index + 1)
             continue
-        children, join_at = each.get("children"), each.get("join_at", index + 1)
+        children, join_at = spawn.get("children"), spawn.get("join_at", index + 1)
         if not isinstance(children, list) or not all(isinstance(name, str) for name in children):
             raise entry.error("spawns must hold names or objects with children.")
         if not is_count(join_at) or not index < join_at < turns:

@@ -136,12 +136,12 @@ class Turn:
     def scaled(self, scale: float) -> "Turn":
         """Scale prompt and output. Raises `TraceError` for messages with their own text."""
         messages: list[Words | Literal] = []
-        for each in self.messages:
-            if isinstance(each, Literal):
+        for message in self.messages:
+            if isinstance(message, Literal):
                 raise TraceError(
                     self.line, "its messages have a text, whose length cannot be scaled."
                 )
-            messages.append(replace(each, blocks=replace(each.blocks, scale=scale)))
+            messages.append(replace(message, blocks=replace(message.blocks, scale=scale)))
         output = None if self.output is None else max(1, round(self.output * scale))
         return replace(self, messages=tuple(messages), output=output)
 

@@ -75,8 +75,8 @@ class Record:
         value: Any = self.require(name)
         if not isinstance(value, list) or not value:
             raise self.error(f"{name} must be a list of at least one message.")
-        for index, each in enumerate(value):
-            if not isinstance(each, dict) or not isinstance(each.get("role"), str):
+        for index, message in enumerate(value):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise self.error(f"{name}[{index}] has no role.")
         return tuple(value)
 
@@ -84,13 +84,13 @@ class Record:
         value: Any = self.require(name)
         if not isinstance(value, list) or not value:
             raise self.error(f"{name} must be a list with at least one entry.")
-        found: list[Record] = []
-        for index, each in enumerate(value):
+        records: list[Record] = []
+        for index, entry in enumerate(value):
             path = f"{self.path}.{name}[{index}]".lstrip(".")
-            if not isinstance(each, dict):
+            if not isinstance(entry, dict):
                 raise TraceError(self.line, f"{path} must be an object.")
-            found.append(Record(self.line, each, path))
-        return found
+            records.append(Record(self.line, entry, path))
+        return records
 
     def blocks(self, scope: str, length: int, size: int, *, exact: bool) -> Blocks:
         """Return the blocks of `hash_ids`. Tokens after the last one are unlike any others.

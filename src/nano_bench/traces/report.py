@@ -22,7 +22,7 @@ PERCENTS = tuple(f"p{each}" for each in _PERCENTS)
 def trace_row(done: Load, played: Sequence[Played]) -> dict[str, Any]:
     """Return figures of a report. Shares are None if they are unknown."""
     good = [each for each in played if each.outcome.error is None]
-    told = [each.outcome for each in good if each.outcome.cached_tokens is not None]
+    with_cache = [each.outcome for each in good if each.outcome.cached_tokens is not None]
     named = [each for each in good if each.reusable is not None]
     return {
         "sessions": len({each.conversation for each in played if not each.depth}),
@@ -31,7 +31,8 @@ def trace_row(done: Load, played: Sequence[Played]) -> dict[str, Any]:
         "turns_of_subagents": sum(each.depth > 0 for each in played),
         "turns_not_sent": sum(each.outcome.kind == NOT_SENT for each in played),
         "hit_share": _share(
-            sum(each.cached_tokens or 0 for each in told), sum(each.prompt_tokens for each in told)
+            sum(each.cached_tokens or 0 for each in with_cache),
+            sum(each.prompt_tokens for each in with_cache),
         ),
         "possible_hit_share": _share(
             sum(each.reusable or 0 for each in named), sum(_tokens(each) for each in named)
@@ -49,14 +50,14 @@ def trace_row(done: Load, played: Sequence[Played]) -> dict[str, Any]:
 
 def trace_rows(done: Load, played: Sequence[Played]) -> Iterator[dict[str, Any]]:
     """Yield a row per turn in order of their start."""
-    for each in played:
+    for one in played:
         yield {
-            "conversation": each.conversation,
-            "turn": each.index,
-            "depth": each.depth,
-            "line": each.turn.line,
-            "reusable_tokens": each.reusable,
-        } | request_row(each.outcome, done.began)
+            "conversation": one.conversation,
+            "turn": one.index,
+            "depth": one.depth,
+            "line": one.turn.line,
+            "reusable_tokens": one.reusable,
+        } | request_row(one.outcome, done.began)
 
 
 def lines(row: dict[str, Any]) -> dict[str, str]:

@@ -380,7 +380,7 @@ def training_samples(
             sampling_mask=seq.mask.whole() if params.sampling_mask else None,
             top_logprobs=tuple(seq.output_top) if params.top_logprobs else None,
             text=text,
-            numerics=numerics,
+            numerics=params.numerics(numerics),
             seed=request.seed,
             sample_index=index,
             request_id=seq.request_id,

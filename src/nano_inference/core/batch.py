@@ -14,6 +14,7 @@ from nano_inference.core.sequence import Sequence, Sequences
 from nano_inference.sampling.columns import A, Arrays, column
 from nano_inference.sampling.drafted import NO_DRAFTS, Drafts
 from nano_inference.sampling.sampling_batch import (
+    Biases,
     Masks,
     SamplingBatch,
     SamplingTable,
@@ -243,10 +244,13 @@ class BatchBuilder(Generic[A]):
                 masks.append((index, words))
         return masks
 
-    def sampling_batch(self, chunks: "Chunks", masks: Masks) -> SamplingBatch[A]:
+    def sampling_batch(
+        self, chunks: "Chunks", masks: Masks, biases: Biases = ()
+    ) -> SamplingBatch[A]:
         """Return the draw of a step, once the tokens before it are known.
 
         The logits of the step's batches are concatenated. `masks` is the result of `masks()`.
+        `biases` are added to logits.
 
         Parameters are read here and not before the forward pass, so bad parameters of one sequence
         stop no forward pass.
@@ -270,7 +274,7 @@ class BatchBuilder(Generic[A]):
             if index in banned and not bans_under(words, banned[index]):
                 del banned[index]
         return self._draws.batch(
-            chunks.slots, chunks.rows, chunks.positions, banned, masks, chunks.behind
+            chunks.slots, chunks.rows, chunks.positions, banned, masks, chunks.behind, biases
         )
 
     def _build(

@@ -6,6 +6,7 @@ A tuple entry costs a fiftieth of an object.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from nano_inference.kv_cache.manager import CacheAllocation
@@ -33,6 +34,17 @@ class Chunk(NamedTuple):
     drafts: tuple[int, ...]
 
 
+class Wait(StrEnum):
+    """Reason why a step does not admit a waiting sequence."""
+
+    TOKENS = "the step has no tokens left"
+    IN_FLIGHT = "its last token is in flight"
+    SAME_PREFIX = "another request computes the same prefix"
+    STAGE = "the step may draw for no more sequences"
+    PLACES = "max_batch_size is reached"
+    MEMORY = "too few KV blocks are free"
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """A waiting sequence to admit, and the cached prefix that it starts from."""
@@ -51,6 +63,8 @@ class SchedulerOutput:
         admitted: Sequences that leave the waiting list. Each has a chunk.
         preempted_seqs: Sequences that give up their blocks and return to the waiting list. None of
             them has a chunk.
+        waits: Sequences that the step tried to admit, with the reason why it could not. Those that
+            wait behind the last of them were not tried.
     """
 
     seq_ids: tuple[int, ...] = ()
@@ -62,6 +76,7 @@ class SchedulerOutput:
     drafts: tuple[tuple[int, ...], ...] = ()
     admitted: tuple[Admission, ...] = ()
     preempted_seqs: tuple[int, ...] = ()
+    waits: tuple[tuple[int, Wait], ...] = ()
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the chunks one at a time."""

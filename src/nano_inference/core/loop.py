@@ -31,7 +31,9 @@ from nano_inference.core.failures import is_device_failure
 from nano_inference.core.gate import Gate
 from nano_inference.core.interfaces import Drafting, Pending, Returning, Runner
 from nano_inference.core.lifecycle import Event, Lifecycle, after
+from nano_inference.core.logits_processors import LogitsProcessors
 from nano_inference.core.reference_logprobs import ReferenceLogprobs
+from nano_inference.core.request_statuses import request_statuses
 from nano_inference.core.schedule import schedule
 from nano_inference.core.sequence import (
     POLICY,
@@ -56,7 +58,13 @@ from nano_inference.core.versions import (
 )
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.sampling.drafted import NO_DRAFTS, Drafts
-from nano_inference.types import GROUP_COMPLETE, Delta, KvPolicy, TrainingSample
+from nano_inference.types import (
+    GROUP_COMPLETE,
+    Delta,
+    KvPolicy,
+    RequestStatus,
+    TrainingSample,
+)
 
 logger = logging.getLogger("nano_inference")
 
@@ -135,6 +143,7 @@ class LoopHooks:
         weights: The policy's weights and its queue of updates.
         start_grammar: Function that attaches a matcher to a new sequence, or posts `GrammarReady`
             once there is one.
+        processors: Logits processors that requests may name.
         drafter: Source of draft tokens. None disables drafts.
         kept_files: Files of kept blocks that were evicted. None: evicted blocks are lost.
         watches: Functions called with every launched step before its draw.
@@ -145,6 +154,7 @@ class LoopHooks:
     gate: Gate = field(default_factory=Gate)
     weights: Weights = field(default_factory=FixedWeights)
     start_grammar: Callable[[Sequence], None] = _no_grammars
+    processors: LogitsProcessors = field(default_factory=LogitsProcessors)
     drafter: Drafting | None = None
     kept_files: Returning | None = None
     watches: tuple[Watch, ...] = ()
@@ -215,7 +225,7 @@ class EngineLoop:
         self.in_flight: deque[Flight] = deque()
         self.inbox: deque[Message] = deque()
         self.gate, self.weights = hooks.gate, hooks.weights
-        self.start_grammar = hooks.start_grammar
+        self.start_grammar, self.processors = hooks.start_grammar, hooks.processors
         self._compiling: set[int] = set()  # ids of sequences without a `GrammarReady` so far
         self.drafter, self.kept_files = hooks.drafter, hooks.kept_files
         self.watches = hooks.watches
@@ -376,6 +386,27 @@ class EngineLoop:
         admitted = (each.seq_id for each in plan.admitted)
         return next((candidates[seq_id] for seq_id in admitted if seq_id in candidates), None)
 
+    def prefetch(self, seq: Sequence) -> int:
+        """Restore blocks of a prompt from files. Return the number of its cached tokens.
+
+        `seq` is a new sequence of the prompt that has not entered. Nothing may be in flight.
+        """
+        self._name_blocks(seq)
+        names = seq.prefix.hashes
+        if self.kept_files is not None and (places := self.kept_files.missing(names)):
+            self.cache.deallocate(self.kept_files.bring_back(seq.token_ids, seq.prefix, places))
+        return self.cache.match(seq.token_ids, seq.prefix, len(seq.token_ids)).cached_length
+
+    def let_go(self, seq: Sequence, start: int) -> int:
+        """Stop keeping blocks of a prompt from position `start` on (`KVCacheManager.let_go`)."""
+        self._name_blocks(seq)
+        return self.cache.let_go(seq.prefix, start)
+
+    def _name_blocks(self, seq: Sequence) -> None:
+        settle_adapter(seq, self.sequences)
+        seq.prefix.namespace = self.sequences.namespace_of(seq)
+        seq.prefix.extend(seq.token_ids, self.config.block_size)
+
     def _accompany(self) -> None:
         """Take part in a round of engines in lockstep without computing anything."""
         if self.gate.is_due():
@@ -383,7 +414,8 @@ class EngineLoop:
 
     def _draw(self, result: Any, chunks: Chunks) -> Pending:
         masks = self.batches.masks(chunks)
-        sampling = self.batches.sampling_batch(chunks, masks)
+        biases, masks = self.processors.changes(self.runner, result, chunks, masks)
+        sampling = self.batches.sampling_batch(chunks, masks, biases)
         self.clock.lap("build")
         self.runner.announce_draw(chunks, masks)
         pending = self.runner.sample(result, sampling)
@@ -456,6 +488,22 @@ class EngineLoop:
         for seq in list(self.sequences.running):
             preempt(seq, self.sequences, self.cache)
         self.cache.flush()
+
+    def request_statuses(self) -> list[RequestStatus]:
+        """Return the status of every open request, with the reasons of the next step's decision.
+
+        Changes nothing.
+        """
+        live = self.sequences
+        decision = schedule(
+            live.waiting,
+            live.running,
+            self.cache,
+            self.config,
+            self._pending(),
+            len(self.in_flight),
+        )
+        return request_statuses(live, self.life, decision)
 
     def leaked_blocks(self) -> int:
         """Return the number of blocks in use that no live sequence holds.

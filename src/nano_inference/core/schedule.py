@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.core.decision import Admission, Chunk, SchedulerOutput
+from nano_inference.core.decision import Admission, Chunk, SchedulerOutput, Wait
 from nano_inference.core.sequence import Sequence
 from nano_inference.kv_cache.manager import CacheAllocation, CacheView
 from nano_inference.sampling.drafted import NO_DRAFTS, Drafts
@@ -66,8 +66,11 @@ def schedule(
         plan.grow(seq, want, length)
     if not plan.preempted:
         for seq in waiting:
-            if not plan.admit(seq):
-                break
+            wait = plan.admit(seq)
+            if wait is not None:
+                plan.waits.append((seq.seq_id, wait))
+                if wait is not Wait.SAME_PREFIX:  # no sequence may overtake this one
+                    break
     if drafts:
         plan.add_drafts(free, drafts)
     return plan.freeze()
@@ -98,7 +101,7 @@ def _share_budget(
         key=lambda each: (
             each[0].request.params.priority,
             each[1] > 1,
-            each[0].request_id,
+            each[0].request.arrival,
             each[0].num_computed_tokens,
         ),
     )
@@ -167,6 +170,7 @@ class _Plan:
         self.chunks: dict[int, tuple[int, int, int, int, str, int, tuple[int, ...]]] = {}
         self.admitted: list[Admission] = []
         self.preempted: list[int] = []
+        self.waits: list[tuple[int, Wait]] = []
         self.copied: dict[int, int] = {}  # sequence id -> shared block that its chunk copies first
         # units that running sequences lack for known tokens; None until computed
         self.promised: int | None = None
@@ -261,29 +265,29 @@ class _Plan:
                 return 0
         return fits
 
-    def admit(self, seq: Sequence) -> bool:
-        """Admit a waiting sequence if it fits.
-
-        Return False to stop admitting, because no sequence may overtake this one.
-        """
-        if self.budget == 0 or self.pending.get(seq.seq_id, 0):
-            return False
+    def admit(self, seq: Sequence) -> Wait | None:
+        """Admit a waiting sequence if it fits. Otherwise return the reason."""
+        if self.budget == 0:
+            return Wait.TOKENS
+        if self.pending.get(seq.seq_id, 0):
+            return Wait.IN_FLIGHT
         match = NO_MATCH
         if self.config.enable_prefix_caching:
             match = self.cache.match(seq.token_ids, seq.prefix, seq.num_matchable)
             if self._is_computing_next_block(seq, match):
-                # another sequence computes its next block in this step: wait, and admit later ones
-                return True
+                return Wait.SAME_PREFIX
         start = match.cached_length
         length = self.chunk_length(seq.num_to_compute - start, self.budget)
         draws = start + length == seq.num_to_compute and seq.num_samples > 0
-        if not length or (draws and not self._has_place(seq)):
-            return False
+        if not length:
+            return Wait.TOKENS
+        if draws and not self._has_place(seq):
+            return Wait.STAGE
         # matched blocks are no longer free once they are used
         self.room.hold(match.block_ids, self._num_slid(start))
         length = self._make_room(seq, match, length)
         if not length:
-            return False
+            return self._obstacle(seq, match, 1) or Wait.MEMORY
         fresh = self._blocks(start + length) - len(match.block_ids)
         self.owed += max(0, self._need(seq, match, length) - fresh * self.layout.num_units)
         self.num_seqs += seq.width
@@ -292,7 +296,7 @@ class _Plan:
             self.places -= draws
         self._add_chunk(seq, start, length, fresh, start + length == seq.num_to_compute)
         self.computing.update(self._names(seq, start, length))
-        return True
+        return None
 
     def add_drafts(self, running: Listed[Sequence], drafts: Drafts) -> None:
         """Append drafts to chunks that draw, as far as capacity is left."""
@@ -327,7 +331,10 @@ class _Plan:
         """Return the finished decision."""
         columns = tuple(zip(*self.chunks.values(), strict=True)) or ((),) * len(Chunk._fields)
         return SchedulerOutput(
-            *columns, admitted=tuple(self.admitted), preempted_seqs=tuple(self.preempted)
+            *columns,
+            admitted=tuple(self.admitted),
+            preempted_seqs=tuple(self.preempted),
+            waits=tuple(self.waits),
         )
 
     def _has_place(self, seq: Sequence) -> bool:
@@ -377,7 +384,7 @@ class _Plan:
         Sequences of strictly lower priority are preempted for it. 0 if it still does not fit.
         """
         held = len(match.block_ids)
-        while not self._fits(seq, match, length):
+        while self._obstacle(seq, match, length) is not None:
             # the only sequence: `add_request` checked that it fits
             if not self.alive and not self.admitted:
                 return self._fitting(match.cached_length, length, held, self.room.fresh())
@@ -389,14 +396,16 @@ class _Plan:
             match.cached_length, length, held, self.room.fresh(self._reserved(seq))
         )
 
-    def _fits(self, seq: Sequence, match: CacheAllocation, length: int) -> bool:
+    def _obstacle(self, seq: Sequence, match: CacheAllocation, length: int) -> Wait | None:
+        """Return the reason why a new sequence does not fit, or None if it does."""
+        if self.num_seqs + seq.width > self.config.max_batch_size:
+            return Wait.PLACES
         least = self._least(length)
         fresh = self._blocks(match.cached_length + least) - len(match.block_ids)
-        return (
-            self.num_seqs + seq.width <= self.config.max_batch_size
-            and self._need(seq, match, length) <= self.room.units - self._reserved(seq)
-            and fresh <= self.room.fresh(self._reserved(seq))
-        )
+        fits = self._need(seq, match, length) <= self.room.units - self._reserved(
+            seq
+        ) and fresh <= self.room.fresh(self._reserved(seq))
+        return None if fits else Wait.MEMORY
 
     def _reserved(self, seq: Sequence) -> int:
         """Return the units that a new sequence must leave free.

@@ -159,6 +159,11 @@ class CudaRunner(ModelRunner):
             self.num_eager_steps += 1
             return self._compute(self._uploads.send_all(batches), previous)
 
+    def logits(self, result: StepResult, rows: np.ndarray) -> np.ndarray:
+        """Return rows of a step's logits on the host, which waits for them."""
+        with self.queue.current():
+            return super().logits(result, rows)
+
     @torch.inference_mode()
     def sample(self, result: StepResult, batch: SamplingBatch) -> Arriving:
         """Queue the draw of a step, without waiting for it."""

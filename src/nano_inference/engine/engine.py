@@ -15,6 +15,7 @@ from nano_inference.checkpoints.loading import read_tensors
 from nano_inference.checkpoints.lora import LoraSettings
 from nano_inference.config import EngineConfig
 from nano_inference.core.gate import Gate
+from nano_inference.core.logits_processors import LogitsProcessor
 from nano_inference.core.loop import Abort, Add, EngineLoop, GrammarReady, LoopHooks
 from nano_inference.core.sequence import POLICY, REFERENCE, Sequence, Sequences
 from nano_inference.device.backends import choose_device, lookahead_of
@@ -29,6 +30,7 @@ from nano_inference.engine.delivery import Sink
 from nano_inference.engine.embedding import embed
 from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
+from nano_inference.engine.kept_prompts import KeptPrompts
 from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.resume_from import resumed, resumed_here
 from nano_inference.engine.shared_loop import SharedLoop, why_dead
@@ -48,6 +50,7 @@ from nano_inference.types import (
     Limits,
     Memory,
     PauseMode,
+    RequestStatus,
     SamplingParams,
     TrainingSample,
     UpdateOptions,
@@ -131,6 +134,7 @@ class InferenceEngine:
                 gate=gate,
                 weights=self.weight_sync,
                 start_grammar=self._start_grammar,
+                processors=self.intake.processors,
                 drafter=made.drafter,
                 kept_files=self.kept_files,
                 watches=made.watches,
@@ -146,6 +150,7 @@ class InferenceEngine:
             self.blocks = BlockExchange(
                 self.shared, self.cache, self.runner, enabled=config.enable_prefix_caching
             )
+            self.kept_prompts = KeptPrompts(self.shared, self.intake)
             self._updates = Updates(self.weight_sync, self.shared)
             self.adapter_table = self._make_adapters()
             self._merging = Merging(self.model, self._updates, self.shared)
@@ -289,6 +294,7 @@ class InferenceEngine:
         max_staleness: int | None = None,
         num_wanted: int | None = None,
         exact_version: int | None = None,
+        place: int | None = None,
     ) -> int:
         """Queue a request and return its id, which its samples carry. Raises `InvalidRequest` or
         `RequestTooLarge`.
@@ -306,6 +312,8 @@ class InferenceEngine:
             exact_version: Version that samples the first token. The request is held until that
                 version is live. If a newer one is live, it is rejected (`VersionGone`), or ends
                 without tokens (`"abort"`, stop_reason "the weight version is gone").
+            place: Id of an earlier request, live or ended, whose place in the queue this one takes.
+                Give a conversation's first request, so that its turns precede newer conversations.
         """
         self.shared.require_alive()
         limits = Limits(
@@ -313,6 +321,7 @@ class InferenceEngine:
             min_version=min_version,
             max_staleness=max_staleness,
             exact_version=exact_version,
+            place=place,
         )
         return self.shared.enqueue(
             self.intake.sequence(prompt, params, num_samples, stream=False, **limits)
@@ -551,6 +560,20 @@ class InferenceEngine:
 
     # -- adapters ----------------------------------------------------------------------------------
 
+    def register_logits_processor(self, name: str, processor: LogitsProcessor) -> None:
+        """Let requests name a function that changes their logits
+        (`SamplingParams.logits_processors`). Raises `InvalidRequest` if the name is taken.
+
+        Samples have the name at the end of `numerics`, so give changed code another name.
+
+        Args:
+            name: Name, an identifier.
+            processor: Pure function of the token ids so far, prompt included, and of a copy of the
+                model's logits, float32 [vocab_size]. It returns the new logits. -inf masks a token.
+                If it raises, only its own sample ends. It runs in the thread that steps.
+        """
+        self.intake.processors.register(name, processor)
+
     def load_adapter(
         self,
         name: str,
@@ -643,6 +666,13 @@ class InferenceEngine:
     def get_weight_version(self) -> int:
         """Return the live weight version."""
         return self.weight_sync.version
+
+    def request_statuses(self) -> list[RequestStatus]:
+        """Return the status of every open request, oldest first, and why each one waits."""
+        self.shared.require_alive()
+        with self.shared.lock:
+            self.shared.handle()
+            return self.loop.request_statuses()
 
     def flush_cache(self) -> None:
         """Drop all cached prefixes, including kept files. Never needed for correctness, since a

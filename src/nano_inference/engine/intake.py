@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
+from nano_inference.core.logits_processors import LogitsProcessors
 from nano_inference.core.named_ids import prompt_scoring
 from nano_inference.core.sequence import (
     POLICY,
@@ -66,6 +67,7 @@ class Intake:
         self.grammars = GrammarCompiler(lambda: vocabulary_of(checks), backend)
         self.token_masks = TokenMasks(self.grammars)
         self.rule_maker = RuleMaker(checks)
+        self.processors = LogitsProcessors()
         # False if the caller has already checked the grammars outside the stepping thread
         self.checks_grammars = True
         self.take_routes = take_routes
@@ -129,12 +131,13 @@ class Intake:
         most_mask_ids = checks.require(
             *(len(token_ids), params, num_samples, limits.get("max_entries")), embeds=embeds
         )
-        for name in ("min_version", "max_staleness", "exact_version"):
-            _require_version(name, limits.get(name))
+        for name in ("min_version", "max_staleness", "exact_version", "place"):
+            _require_whole(name, limits.get(name))
         self._require_not_gone(limits.get("exact_version"))
         num_wanted = limits.get("num_wanted")
         _require_wanted(num_wanted, num_samples)
         stop_ids = checks.stop_ids(params)
+        self.processors.require(params.logits_processors)
         grammar, adapter = self.grammar_of(params), self.adapter_of(params.adapter)
         rules = self.rules_of(params, len(token_ids))
         if rules is not None:
@@ -155,6 +158,7 @@ class Intake:
             **prompt_scoring(params, token_ids),
             streaming=stream,
             at_end=self.take_routes if params.routed_experts else None,
+            place=limits.get("place"),
         )
         return Sequence(
             self.live.new_id(),
@@ -234,7 +238,7 @@ def vocabulary_of(checks: RequestChecks) -> Vocabulary:
     )
 
 
-def _require_version(name: str, value: int | None) -> None:
+def _require_whole(name: str, value: int | None) -> None:
     if value is not None and not is_whole(value, 0):
         raise InvalidRequest(f"{name}={value!r} must be a non-negative integer or None.")
 

@@ -84,6 +84,7 @@ def resumed(
     )
     _fill(seq, sample, len(appended))
     seq.rules = intake.rules_of(params, prompt_len)
+    intake.processors.require(params.logits_processors)
     # appended tokens are not part of the grammar's text, which restarts after them
     begins = request.appended[-1].stop if request.appended else 0
     seq.grammar = intake.grammar_of(params, seq.token_ids[prompt_len + begins :])
@@ -153,6 +154,7 @@ def _params_to_resume(
     params = sample.sampling_params
     if params is None:
         raise InvalidRequest("the sample has no sampling_params, which resuming needs.")
+    numerics = params.numerics(numerics)
     if sample.numerics != numerics:
         raise InvalidRequest(
             f"the sample's numerics is {sample.numerics!r}, this engine's is {numerics!r}, so the "

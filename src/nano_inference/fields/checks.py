@@ -131,6 +131,13 @@ def bad_words(words: Any) -> tuple[str, ...]:
     return strings
 
 
+def processor_names(names: Any) -> tuple[str, ...]:
+    """Return names of logits processors as a tuple, after checking each."""
+    if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):  # pyright: ignore
+        raise InvalidRequest(f"logits_processors must be a list of names, not {names!r}.")
+    return tuple(names)  # pyright: ignore[reportUnknownArgumentType]
+
+
 def biases(bias: Any) -> dict[int, float]:
     """Return a checked copy of a map from token ids to logit biases."""
     if not isinstance(bias, Mapping):

@@ -61,6 +61,9 @@ class PagedKVCache(KVCacheManager):
             token_id for block_id in block_ids for token_id in self._pool.blocks[block_id].token_ids
         ]
 
+    def _name_before(self, block: Block) -> int:
+        return block.parent
+
     def _forget(self, block: Block) -> None:
         self._pool.forget(block)
 

@@ -319,6 +319,26 @@ class KVCacheManager(ABC):
         if self._pool.kept.marks:
             self._pool.expire()
 
+    def let_go(self, prefix: PrefixKeys, start: int) -> int:
+        """Stop keeping the blocks of a chain, its end first, down to the block of position `start`.
+
+        Stops at a block that another kept chain continues. Return the number of blocks let go.
+        """
+        marks, blocks = self._pool.kept.marks, self._pool.blocks
+        below = Counter(map(self._name_before, (blocks[self._pool.names[name]] for name in marks)))
+        gone: list[int] = []
+        first = -(-start // self.block_size)
+        for index in reversed(range(first, len(prefix.hashes))):
+            name = prefix.hashes[index]
+            if name not in marks:
+                continue
+            if below[name]:
+                break
+            gone.append(name)
+            below[self._name_before(blocks[self._pool.names[name]])] -= 1
+        self._pool.let_go(gone)
+        return len(gone)
+
     def let_go_adapter(self, adapter: str) -> None:
         """Stop keeping blocks of this version of an adapter, which nothing will request again."""
         blocks = self._pool.blocks
@@ -349,6 +369,10 @@ class KVCacheManager(ABC):
     @abstractmethod
     def _contents(self, block_ids: Sequence[int]) -> list[int]:
         """Return the token ids of named blocks."""
+
+    @abstractmethod
+    def _name_before(self, block: Block) -> int:
+        """Return the name of the block before a named block, or `NO_PREFIX`."""
 
     @abstractmethod
     def _forget(self, block: Block) -> None:

@@ -104,6 +104,9 @@ class RadixKVCache(KVCacheManager):
             self._node_of[block.block_id] = node
             above = block
 
+    def _name_before(self, block: Block) -> int:
+        return NO_PREFIX if block.above is None else block.above.hash
+
     def _forget(self, block: Block) -> None:
         """Evict a block and everything below it.
 

@@ -226,7 +226,7 @@ class EngineClient(ABC):
         request = RequestStream(
             num_samples, backlog, lambda: self.give_up(request_id), name, on_overflow
         )
-        message = Generate(request_id, prompt, params, num_samples, stream, **limits)
+        message = Generate(request_id, prompt, params, num_samples, stream, **limits, name=name)
         self._hand_over(request, message, num_samples, lambda: self._begin(message, session))
         return request
 
@@ -240,7 +240,7 @@ class EngineClient(ABC):
         """
         self._require_alive()
         request_id = next(self._ids)
-        named = msgspec.structs.replace(message, request_id=request_id)
+        named = msgspec.structs.replace(message, request_id=request_id, name=receiver.name)
         self._hand_over(receiver, named, num_samples, lambda: self._send(named))
         return request_id
 
@@ -330,11 +330,13 @@ class EngineClient(ABC):
         for call_id in list(self._calls):
             self._answer(call_id, lambda future: future.set_exception(problem))
 
-    def watch(self, died: Callable[[], None]) -> None:
+    def watch(self, died: Callable[[], None], *, replaced: bool = False) -> None:
         """Call `died` once when the engine dies, before waiting callers learn of it. Used by a
-        supervisor, which also logs the death.
+        supervisor, which also logs the death. With `replaced`, callers learn that another engine
+        will serve them.
         """
         self._watcher = died
+        self._restart = self._restart or replaced
 
     @abstractmethod
     async def start(self) -> None:

@@ -41,7 +41,7 @@ from nano_inference.remote.messages import (
 )
 from nano_inference.remote.operations import operation_named
 from nano_inference.text.tokenizer import has_tokenizer
-from nano_inference.types import Delta, PauseMode
+from nano_inference.types import Delta, PauseMode, RequestStatus
 
 log = logging.getLogger("nano_inference.server")
 
@@ -54,6 +54,7 @@ class _Request:
 
     request_id: int
     samples_left: int
+    name: str | None = None
     wanted: bool = True  # False: aborted, nothing more of it is sent
     # number of tokens sent, by sample index; None: it streams, or `tell` is off
     sent: dict[int, int] | None = None
@@ -113,6 +114,7 @@ class EngineCore:
             enable_prefix_caching=engine.config.enable_prefix_caching,
             dtype=engine.numerics.dtype,
             quantization=engine.numerics.quantization,
+            memory=engine.memory_budget.sum,
         )
 
     def prepare(self) -> None:
@@ -212,7 +214,8 @@ class EngineCore:
 
     def _generate(self, message: Generate) -> None:
         tell = message.tell and not message.stream
-        request = _Request(message.request_id, message.num_samples, sent={} if tell else None)
+        sent = {} if tell else None
+        request = _Request(message.request_id, message.num_samples, message.name, sent=sent)
 
         def begin() -> int:
             return self.engine.submit(
@@ -226,6 +229,7 @@ class EngineCore:
                 max_staleness=message.max_staleness,
                 exact_version=message.exact_version,
                 max_entries=message.max_entries,
+                place=message.place,
             )
 
         self._begin(request, begin, "cannot start a request")
@@ -233,7 +237,8 @@ class EngineCore:
     def _resume(self, message: Resume) -> None:
         sent = {sample.sample_index: len(sample.completion_tokens) for sample in message.samples}
         tell = message.tell and not message.stream
-        request = _Request(message.request_id, len(message.samples), sent=sent if tell else None)
+        sent = sent if tell else None
+        request = _Request(message.request_id, len(message.samples), message.name, sent=sent)
 
         def begin() -> int:
             inner = self.engine.intake.new_request_id()
@@ -369,6 +374,23 @@ class EngineCore:
         except (TypeError, msgspec.ValidationError) as problem:
             raise InvalidRequest(f"{message.name}: {problem}.") from problem
         return function(**arguments)
+
+    def request_statuses(self) -> list[RequestStatus]:
+        """Return the status of every open request, with the client's id and name."""
+        statuses = self.engine.request_statuses()
+        with self._outputs_lock:
+            theirs = dict(self._requests.values())
+        ids = {inner: request.request_id for inner, request in theirs.items()}
+        return [
+            replace(
+                each,
+                request_id=ids[each.request_id],
+                name=theirs[each.request_id].name,
+                behind=None if each.behind is None else ids.get(each.behind),
+            )
+            for each in statuses
+            if each.request_id in ids
+        ]
 
     def embed(self, prompts: list[list[int]], adapter: str | None = None) -> list[bytes]:
         """Compute embeddings (`InferenceEngine.embed`) as little-endian float32."""

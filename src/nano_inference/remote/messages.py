@@ -74,6 +74,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         enable_prefix_caching: True if prefix caching is configured.
         dtype: Type of weights and activations, such as `"bfloat16"`. Empty: unknown.
         quantization: Quantization of the weights, or None.
+        memory: Bytes of weights, KV cache and the rest of its budget. 0: unknown.
     """
 
     model_path: str
@@ -94,6 +95,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     enable_prefix_caching: bool = True
     dtype: str = ""
     quantization: str | None = None
+    memory: int = 0
 
 
 # -- to the engine ---------------------------------------------------------------------------------
@@ -104,7 +106,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     `request_id`.
 
     `tell`: report its tokens periodically even without `stream`, so that another engine can resume
-    it.
+    it. `name`: name of its receiver, for `EngineCore.open_requests`.
     """
 
     request_id: int
@@ -117,7 +119,9 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     max_staleness: int | None = None
     exact_version: int | None = None
     max_entries: int | None = None
+    place: int | None = None
     tell: bool = False
+    name: str | None = None
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
@@ -132,6 +136,7 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
     max_staleness: int | None = None
     version: int | None = None
     tell: bool = False
+    name: str | None = None
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

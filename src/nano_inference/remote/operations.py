@@ -13,7 +13,14 @@ import msgspec
 
 from nano_inference.errors import InvalidRequest, NanoInferenceError
 from nano_inference.remote import time_limits
-from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, PauseMode
+from nano_inference.types import (
+    AdapterInfo,
+    EngineStats,
+    KvPolicy,
+    Memory,
+    PauseMode,
+    RequestStatus,
+)
 
 # Side that enforces the deadline. caller: it stops waiting, and the engine continues. engine: it
 # receives the seconds, gives up in time and undoes its partial work.
@@ -119,6 +126,19 @@ def _joined_checksums(answers: Mapping[str, dict[str, str]]) -> dict[str, str]:
     return expected
 
 
+def _all_of_them(answers: Mapping[str, Sequence[RequestStatus]]) -> tuple[RequestStatus, ...]:
+    return tuple(status for statuses in answers.values() for status in statuses)
+
+
+def _most(answers: Mapping[str, int]) -> int:
+    return max(answers.values())
+
+
+def _sum(answers: Mapping[str, int]) -> int:
+    return sum(answers.values())
+
+
+_PROMPT = {"prompt": list[int], "adapter": str | None, "cache_salt": str | None}
 _SESSION = {"session": int}
 _IN_TIME = {"seconds": float}
 _RECEIVE = _SESSION | _IN_TIME
@@ -134,6 +154,18 @@ _ROWS = (
     Operation("weight_rows", "weights.weight_rows", "first", {"tensor": str, "count": int}),
     # -- embeddings: little-endian float32
     Operation("embed", "embed", "one", {"prompts": list[list[int]], "adapter": str | None}),
+    # -- open requests and kept prompts
+    Operation(
+        "request_statuses",
+        "request_statuses",
+        "joined",
+        returns=tuple[RequestStatus, ...],
+        join=_all_of_them,
+    ),
+    Operation("prefetch", "engine.kept_prompts.prefetch", "joined", _PROMPT, join=_most),
+    Operation(
+        "release", "engine.kept_prompts.release", "joined", _PROMPT | {"start": int}, join=_sum
+    ),
     # -- pauses and memory
     Operation(
         "pause",

@@ -17,7 +17,15 @@ from nano_inference.types import SamplingParams
 
 
 def masks_only(params: SamplingParams) -> SamplingParams:
-    """Return parameters that have only the masks of `params`, so that equal masks compare equal."""
+    """Return parameters that have only the masks of `params`, so that equal masks compare equal.
+
+    Raises `InvalidRequest`.
+    """
+    if params.logits_processors:
+        raise InvalidRequest(
+            f"the sampling parameters name the logits processor {params.logits_processors[0]!r}, "
+            "whose changes cannot be scored; pass parameters without it."
+        )
     return SamplingParams(
         max_tokens=2**31,
         min_tokens=params.min_tokens,

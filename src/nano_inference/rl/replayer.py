@@ -96,6 +96,11 @@ class Replayer:
             raise InvalidRequest(
                 "the sample has no sampling_params; a replay needs them to repeat its draws."
             )
+        if params.logits_processors:
+            raise InvalidRequest(
+                f"the sample was drawn with the logits processor {params.logits_processors[0]!r}, "
+                "which replay does not support; draw it again with its seed."
+            )
         if params.adapter is not None:
             raise InvalidRequest(
                 f"the sample was drawn with the adapter {params.adapter!r}, which replay does not "

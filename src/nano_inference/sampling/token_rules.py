@@ -7,7 +7,6 @@ so that a step reads only new ones.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -16,6 +15,7 @@ from nano_inference.structured.mask_bits import mask_of, may_draw, without
 
 Text = TypeVar("Text", bytes, tuple[int, ...])
 NO_IDS: tuple[int, ...] = ()
+MOST_UNREAD = 64  # tokens that are read together, if none can exceed the budget
 
 
 class Turn(NamedTuple):
@@ -232,8 +232,10 @@ class TokenRules:
             return NO_IDS
         if not 0 <= self._read <= end:
             self._turn, self._read = BEGUN, budget.first_of_turn(token_ids[:end])
-        turn = self._turn
-        for token_id in islice(token_ids, self._read, end):
+        turn, unread = self._turn, end - self._read
+        if unread < MOST_UNREAD and turn.spent + unread + len(drafts) < budget.most:
+            return NO_IDS  # whatever these tokens are
+        for token_id in token_ids[self._read : end]:
             turn = budget.after(turn, token_id)
         self._turn, self._read = turn, end
         for token_id in drafts:

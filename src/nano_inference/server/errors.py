@@ -153,6 +153,7 @@ _WORDS: Mapping[int, tuple[str, str | None, str]] = {
     405: ("invalid_request_error", "method_not_allowed", "invalid_request_error"),
     408: ("timeout_error", "request_timeout", "timeout_error"),
     409: ("conflict_error", None, "invalid_request_error"),
+    410: ("not_found_error", "gone", "not_found_error"),
     413: ("invalid_request_error", "request_too_large", "request_too_large"),
     415: ("invalid_request_error", "unsupported_media_type", "invalid_request_error"),
     429: ("rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
@@ -175,6 +176,11 @@ def openai_error(problem: ApiError) -> dict[str, Any]:
             "code": problem.code or code,
         },
     }
+
+
+def ollama_error(problem: ApiError) -> dict[str, Any]:
+    """Return an error in Ollama's format."""
+    return {"error": problem.message}
 
 
 def anthropic_error(problem: ApiError, request_id: str | None = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def response_routes(router: APIRouter, server: Server) -> None:
 
 
 def _kept_for(name: str, request: Request, server: Server) -> KeptResponse:
-    return server.require_served().responses.get(name, owner=record_of(request.scope).owner)
+    return server.pool.responses.get(name, owner=record_of(request.scope).owner)
 
 
 def _reading_routes(router: APIRouter, server: Server) -> None:
@@ -82,5 +82,5 @@ def _ending_routes(router: APIRouter, server: Server) -> None:
         kept = _kept_for(name, request, server)
         if kept.detached is not None:
             await kept.detached.stop(_CANCELED)
-        server.require_served().responses.remove(name, record_of(request.scope).owner)
+        server.pool.responses.remove(name, record_of(request.scope).owner)
         return json_reply(200, {"id": name, "object": "response", "deleted": True})

@@ -92,6 +92,11 @@ class Conversation:
         return len(self.token_ids)
 
     @property
+    def num_characters(self) -> int:
+        """Number of characters of its text."""
+        return len(self._text)
+
+    @property
     def loss_mask(self) -> tuple[bool, ...]:
         """True for each sampled token."""
         return tuple(
@@ -164,8 +169,7 @@ class Conversation:
                 f"the model's turn has the role {message.get('role')!r}; set it to 'assistant'."
             )
         every = (*self.messages, plain(message))
-        text = self._text + control_tokens.named_tokens(self.tokenizer, ids)
-        start = len(self.token_ids)
+        text, start = self._text + self._text_of(ids), len(self.token_ids)
         return self._changed(
             messages=every,
             token_ids=self.token_ids + ids,
@@ -193,6 +197,17 @@ class Conversation:
         new = copy.copy(self)
         _set(new, **fields)
         return new
+
+    def _text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of ids that follow the conversation."""
+        context = control_tokens.encode_named(
+            self.tokenizer, self._text[control_tokens.last_control(self._text) :]
+        )
+        before = control_tokens.named_tokens(self.tokenizer, context)
+        text = control_tokens.named_tokens(self.tokenizer, [*context, *ids])
+        if text.startswith(before):
+            return text[len(before) :]
+        return control_tokens.named_tokens(self.tokenizer, ids)
 
     def _rendered(self, messages: Messages, *, opening: bool = True) -> str:
         """Return messages as text in the form of `control_tokens.named_text`."""
@@ -228,14 +243,14 @@ class Conversation:
                 "start a new conversation."
             )
         ends = {name for name in (self._stop, *self._turn_ends) if name is not None}
-        found = {at: name for name in ends if (at := text.find(name, start)) >= 0}
-        if not found:
+        closings = {at: name for name in ends if (at := text.find(name, start)) >= 0}
+        if not closings:
             raise TemplateRewritesPast(
                 "the chat template writes no control token at the end of the model's turn, so the "
                 "text after it is unknown; start a new conversation."
             )
-        end = min(found)
-        rest = text[end:] if self._stop is None else text[end + len(found[end]) :]
+        end = min(closings)
+        rest = text[end:] if self._stop is None else text[end + len(closings[end]) :]
         return rest.replace(mark, "")  # an answer may repeat the name of its call
 
     @property

@@ -138,8 +138,8 @@ def test_calls_are_read_as_written(
     schemas = {called: schema_of(arguments) for called, arguments in calls}
     text = before + rendered(name, calls)
     for last in {"", after}:
-        content, found = read(name, cut(text + last, ends), schemas)
-        assert [(called, json.loads(each)) for called, each in found] == calls
+        content, calls_read = read(name, cut(text + last, ends), schemas)
+        assert [(called, json.loads(each)) for called, each in calls_read] == calls
         assert content == before.rstrip() + (last if last.strip() else "")
 
 
@@ -162,13 +162,13 @@ def test_cut_call_is_read_as_far_as_it_got(
     text = rendered(name, calls)
     _, whole = read(name, [text], schemas)
     part = text[: length % (len(text) + 1)]
-    content, found = read(name, cut(part, ends), schemas, cut_off=True)
-    assert (content, found) == read(name, [part], schemas, cut_off=True)
-    assert len(found) <= len(whole)
-    for (called, arguments), (wanted, complete) in zip(found, whole, strict=False):
+    content, calls_read = read(name, cut(part, ends), schemas, cut_off=True)
+    assert (content, calls_read) == read(name, [part], schemas, cut_off=True)
+    assert len(calls_read) <= len(whole)
+    for (called, arguments), (wanted, complete) in zip(calls_read, whole, strict=False):
         assert called == wanted
-        assert complete.startswith(arguments) or found[-1] == (called, arguments)
-    for (called, arguments), (wanted, complete) in zip(found[:-1], whole, strict=False):
+        assert complete.startswith(arguments) or calls_read[-1] == (called, arguments)
+    for (called, arguments), (wanted, complete) in zip(calls_read[:-1], whole, strict=False):
         assert (called, arguments) == (wanted, complete)
 
 
@@ -193,8 +193,8 @@ def test_reading_does_not_depend_on_the_split(
 def test_malformed_calls_lose_no_text(name: str, parts: list[str]) -> None:
     text = "".join(parts)
     content, calls = read(name, [text], {})
-    told = content + "".join(called + arguments for called, arguments in calls)
-    assert told.count("Ж") == text.count("Ж")
+    reported = content + "".join(called + arguments for called, arguments in calls)
+    assert reported.count("Ж") == text.count("Ж")
 
 
 WEATHER = [("weather", {"city": "Rome", "days": 2, "tags": ["a", "b"]})]

@@ -175,12 +175,12 @@ def text_of(ids: Sequence[int], name: str, tokenizer: Tokenizer) -> str:
 
 def carried(tool: OfferedTool, name: str) -> OfferedTool:
     """Return the tool with names that calls of the format can carry."""
-    for each in (tool, replace(tool, name="f")):
+    for candidate in (tool, replace(tool, name="f")):
         try:
-            require_carried(ToolDemand([each], forced=True), ChatFormat(name))
+            require_carried(ToolDemand([candidate], forced=True), ChatFormat(name))
         except InvalidRequest:
             continue
-        return each
+        return candidate
     return OfferedTool("f", None, tool.strict)
 
 

@@ -32,8 +32,6 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import from_json
-
 from nano_inference.server.api.anthropic.models import ERROR, MESSAGE, CountRequest, MessagesRequest
 from nano_inference.server.api.anthropic.request import (
     demand_of,
@@ -43,7 +41,7 @@ from nano_inference.server.api.anthropic.request import (
     thinks,
 )
 from nano_inference.server.api.parsing import ToolCallDelta
-from nano_inference.server.api.shared.answers import encode_line
+from nano_inference.server.api.shared.answers import arguments_object, encode_line
 from nano_inference.server.api.shared.blocks import Blocks, Event, Kind
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
 from nano_inference.server.api.shared.fields import read_body
@@ -152,7 +150,7 @@ class MessageBuilder(Builder):
 
     def failure(self, problem: ApiError) -> bytes:
         """Return an `error` event."""
-        return b"event: error\ndata: %b\n\n" % encode_line(anthropic_error(problem))
+        return error_event(problem)
 
     def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
         """Return the whole message."""
@@ -184,6 +182,11 @@ class MessageBuilder(Builder):
             "cache_read_input_tokens": cached,
             "output_tokens": usage.completion_tokens,
         }
+
+
+def error_event(problem: ApiError) -> bytes:
+    """Return an `error` event."""
+    return b"event: error\ndata: %b\n\n" % encode_line(anthropic_error(problem))
 
 
 def _events(events: Iterable[Event]) -> bytes:
@@ -232,7 +235,7 @@ def blocks_of(
     if choice.content.strip() or (choice.content and not calls):
         blocks.append({"type": "text", "text": choice.content})
     for call in calls:
-        arguments = _object(call.arguments)
+        arguments = arguments_object(call.arguments)
         blocks.append(
             {
                 "type": "tool_use",
@@ -242,17 +245,6 @@ def blocks_of(
             }
         )
     return blocks
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. Incomplete ones are read as far as they came, as SDKs read
-    them from a stream.
-    """
-    try:
-        value = from_json(text, allow_partial=True) if text else {}
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 class BlockStream(Blocks):
@@ -316,4 +308,5 @@ PROTOCOL = ApiProtocol(
         streams=True,
         error=ERROR,
     ),
+    failure=error_event,
 )

@@ -51,7 +51,7 @@ class ChatBuilder(OpenAIBuilder):
         )
         asked = getattr(request, name)
         self._prompt = checked_prompt(
-            self.cut(chat_prompt(request, request.messages, served), asked), served, "messages"
+            self.cut(self.rendered(request, served), asked), served, "messages"
         )
         max_tokens = room(self._prompt, asked, served, None, name)
         behind = behind_reasoning(
@@ -74,6 +74,10 @@ class ChatBuilder(OpenAIBuilder):
         self._plain = not (self._extras or self.continuous_usage)
         self._shows_reasoning = request.include_reasoning is not False
         self._called: set[tuple[int, int]] = set()  # choices and their tool calls
+
+    def rendered(self, request: ChatRequest, served: Served) -> list[int]:
+        """Return the token ids of the request's chat."""
+        return chat_prompt(request, request.messages, served)
 
     # -- a stream ----------------------------------------------------------------------------------
 

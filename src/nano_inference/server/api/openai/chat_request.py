@@ -26,20 +26,8 @@ def chat_prompt(
 ) -> list[int]:
     """Return the token ids of a chat. Raises `ApiError` and `InvalidRequest`."""
     require_at_most(len(messages), served.config.max_messages, "messages", "the number of messages")
-    plain = [_plain(message, index, served) for index, message in enumerate(messages)]
-    kwargs = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-        if request.reasoning_effort == "none":
-            kwargs.setdefault("enable_thinking", False)
-    if request.enable_thinking is not None:
-        if kwargs.get("enable_thinking", request.enable_thinking) is not request.enable_thinking:
-            raise bad_request(
-                "enable_thinking contradicts chat_template_kwargs or reasoning_effort; give only "
-                "one of them.",
-                "enable_thinking",
-            )
-        kwargs["enable_thinking"] = request.enable_thinking
+    plain = [plain_message(message, index, served) for index, message in enumerate(messages)]
+    kwargs = template_kwargs(request)
     goes_on = bool(request.continue_final_message)
     return encode_conversation(
         plain,
@@ -54,6 +42,24 @@ def chat_prompt(
         add_special_tokens=bool(request.add_special_tokens),
         history=request.reasoning_history,
     )
+
+
+def template_kwargs(request: ChatTemplateFields) -> dict[str, Any]:
+    """Return the variables of the template that a request sets."""
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            kwargs.setdefault("enable_thinking", False)
+    if request.enable_thinking is not None:
+        if kwargs.get("enable_thinking", request.enable_thinking) is not request.enable_thinking:
+            raise bad_request(
+                "enable_thinking contradicts chat_template_kwargs or reasoning_effort; give only "
+                "one of them.",
+                "enable_thinking",
+            )
+        kwargs["enable_thinking"] = request.enable_thinking
+    return kwargs
 
 
 def _tools(request: ChatTemplateFields) -> list[dict[str, Any]] | None:
@@ -145,7 +151,7 @@ def _named(choice: Mapping[str, Any]) -> tuple[set[str], bool]:
     return {name}, True
 
 
-def _plain(message: Message, index: int, served: Served) -> dict[str, Any]:
+def plain_message(message: Message, index: int, served: Served) -> dict[str, Any]:
     """Return a message in the form for templates."""
     where = f"messages.{index}"
     for name in ("audio", "function_call"):

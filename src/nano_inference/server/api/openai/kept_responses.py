@@ -4,9 +4,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from nano_inference.server.api.openai.responses_tools import Offered, Offers
 from nano_inference.server.api.shared.answers import encode
 from nano_inference.server.api.shared.detached import Detached
 from nano_inference.server.errors import ApiError, bad_request, retry_after, shown
@@ -25,6 +26,7 @@ class KeptResponse:
         messages: Messages of the conversation without instructions, including earlier responses.
         owner: Client that may read it. "": any.
         detached: The answer in the background, if it was made there.
+        late_tools: Tools that items of the conversation have added, by the functions' names.
     """
 
     response: Mapping[str, Any]
@@ -32,6 +34,7 @@ class KeptResponse:
     messages: Sequence[dict[str, Any]]
     owner: str = ""
     detached: Detached | None = None
+    late_tools: Offers = field(default_factory=dict[str, Offered])
 
     @property
     def is_running(self) -> bool:
@@ -178,9 +181,7 @@ def page_of(
     if after is not None:
         places = [index for index, item in enumerate(ordered) if item["id"] == after]
         if not places:
-            raise bad_request(
-                f"after names {shown(after)}, which is no item of the input.", "after"
-            )
+            raise bad_request(f"the input has no item {shown(after)}, which after names.", "after")
         ordered = ordered[places[0] + 1 :]
     page = ordered[:limit]
     return {

@@ -82,11 +82,13 @@ class ResponseBuilder(Builder):
         self._reader = Reader(served.seal, owner)
         self._own = self._reader.messages(request.input)
         self._before: Sequence[ChatMessage] = ()
-        if request.previous_response_id is not None:
-            self._before = self._continued(request.previous_response_id).messages
         offers = offered_tools(
             request.tools or (), items_of(request.input), forced_names(request.tool_choice)
         )
+        if request.previous_response_id is not None:
+            kept = self._continued(request.previous_response_id)
+            self._before, offers = kept.messages, {**kept.late_tools, **offers}
+        self._late = {name: tool for name, tool in offers.items() if tool.is_late}
         self._chat = self._fitting_chat(offers, request_id)
         self.asks = self._chat.asks
         self.make_parser = self._chat.make_parser
@@ -233,7 +235,7 @@ class ResponseBuilder(Builder):
 
     def _keep(self, response: Mapping[str, Any], messages: Sequence[ChatMessage]) -> None:
         items = [_listed(item) for item in items_of(self._request.input)]
-        kept = KeptResponse(response, items, messages, self._owner, self.detached)
+        kept = KeptResponse(response, items, messages, self._owner, self.detached, self._late)
         self._served.responses.put(kept)
 
     def _usage(self, usage: RequestUsage, choice: Choice) -> dict[str, Any]:

@@ -48,14 +48,15 @@ class PlainTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    format: InputFormat | None = None  # of a custom tool
-    environment: dict[str, Any] | None = None  # of a shell
-    execution: str | None = None  # of a tool search
+    format: InputFormat | None = None  # for a custom tool
+    environment: dict[str, Any] | None = None  # for a shell
+    execution: str | None = None  # for a tool search
     defer_loading: bool | None = None  # offer it only once a tool search has found it
     ignored = (
         "output_schema",
-        # of a web search, which no model sees
-        *("external_web_access", "search_context_size", "user_location", "filters"),
+        # parts of a web search, which no model sees
+        *("external_web_access", "search_context_size", "search_content_types"),
+        *("user_location", "filters"),
     )
     refused: ClassVar[dict[str, Sequence[Any]]] = {
         "async": (False,),

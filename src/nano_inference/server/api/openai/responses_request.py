@@ -22,6 +22,8 @@ from nano_inference.server.api.openai.responses_tools import (
     allowed_names,
     chosen_name,
     completed,
+    forced_names,
+    in_order,
     qualified,
 )
 from nano_inference.server.api.shared.fields import (
@@ -55,14 +57,25 @@ def chat_request(
         "max_completion_tokens": request.max_output_tokens,
         "logprobs": includes_logprobs,
         "top_logprobs": request.top_logprobs if includes_logprobs else None,
-        "tools": [{"type": "function", "function": each.function} for each in offers.values()]
-        or None,
+        "tools": _tools(request, offers) or None,
         "tool_choice": _tool_choice(request.tool_choice),
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
         "response_format": _format(request.text),
         "chat_template_kwargs": _template_variables(request),
     }
     return validated(ChatRequest, {name: each for name, each in fields.items() if each is not None})
+
+
+def _tools(request: ResponsesRequest, offers: Offers) -> list[dict[str, Any]]:
+    """Return the tools for the template. A tool that the conversation adds is among them only if a
+    call may be forced.
+    """
+    forces = forced_names(request.tool_choice) != ()
+    return [
+        {"type": "function", "function": each.function}
+        for each in offers.values()
+        if forces or not each.is_late
+    ]
 
 
 def check_include(include: Sequence[str] | None) -> None:
@@ -129,12 +142,10 @@ class Reader:
         Raises `ApiError`.
         """
         return joined(
-            message
-            for index, item in enumerate(items_of(value))
-            if (message := self._message(item, f"input.{index}")) is not None
+            self._message(item, f"input.{index}") for index, item in enumerate(items_of(value))
         )
 
-    def _message(self, item: Item, where: str) -> ChatMessage | None:
+    def _message(self, item: Item, where: str) -> ChatMessage:
         kind = item.get("type", "message")
         if isinstance(kind, str) and kind in CALLS:
             return _call(item, CALLS[kind], where)
@@ -154,7 +165,8 @@ class Reader:
                 thought = self._thought(item, where) or None
                 return {"role": "assistant", "content": None, "reasoning_content": thought}
             case "additional_tools":
-                return None
+                tools = f"More tools:\n{_found_tools(item, where)}"
+                return {"role": "developer", "content": tools}
             case other:
                 raise bad_request(
                     f"{where} is of type {shown(other)}; this server accepts message, reasoning, "
@@ -208,7 +220,7 @@ def _call(item: Item, kind: str, where: str) -> ChatMessage:
         text = _text(item, form.text, where)
         arguments = completed(text) if kind == "function" else _json({INPUT: text})
     else:
-        name, arguments = kind, _json(form.arguments(item))
+        name, arguments = kind, _json(in_order(form, form.arguments(item)))
     call = {
         "id": _text(item, "call_id", where),
         "function": {"name": name, "arguments": arguments},

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -169,6 +169,14 @@ FORMS: Mapping[str, Form] = {
         arguments=lambda item: _without_nulls(item.get("arguments")),
     ),
 }
+
+
+def in_order(form: Form, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments in the order of the function's parameters, since clients change it."""
+    names = (form.parameters or {}).get("properties", {})
+    return {name: arguments[name] for name in names if name in arguments} | arguments
+
+
 CALLS: Mapping[str, str] = {form.call: kind for kind, form in FORMS.items()}  # item -> tool
 _SEARCHES = (
     *("web_search", "web_search_2025_08_26"),
@@ -185,12 +193,15 @@ class Offered:
         name: Name in items.
         namespace: Namespace in items. "": none.
         function: The function that the model sees.
+        is_late: True if an item of the conversation adds it. The template does not render it with
+            the other tools, so that the prompt keeps its beginning.
     """
 
     type: str
     name: str
     namespace: str
     function: Mapping[str, Any]
+    is_late: bool = False
 
     @property
     def form(self) -> Form:
@@ -235,7 +246,7 @@ def offered_tools(
         offers[name], places[name] = offered, where
     for tool, namespace, where in _added(items):
         offered = _offered(tool, namespace, where, forced)
-        offers[offered.function["name"]] = offered
+        offers.setdefault(offered.function["name"], replace(offered, is_late=True))
     return offers
 
 
@@ -295,15 +306,15 @@ def _flat(tools: Sequence[ResponseTool], within: str) -> Iterator[tuple[PlainToo
         if not tool.tools:
             raise bad_request(f"{where}.tools must list at least one tool.", f"{where}.tools")
         for number, inner in enumerate(tool.tools):
-            place = f"{where}.tools.{number}"
-            check_part(inner, place)
+            inner_where = f"{where}.tools.{number}"
+            check_part(inner, inner_where)
             if inner.type not in ("function", "custom"):
                 raise bad_request(
-                    f"{place} is of type {shown(inner.type)}; a namespace holds functions and "
-                    "custom tools.",
-                    place,
+                    f"{inner_where} is of type {shown(inner.type)}; a namespace holds functions "
+                    "and custom tools.",
+                    inner_where,
                 )
-            yield inner, name, place
+            yield inner, name, inner_where
 
 
 def _name(tool: PlainTool, where: str) -> str:
@@ -421,11 +432,6 @@ def chosen_name(choice: Mapping[str, Any]) -> str:
 
 
 # -- calls -----------------------------------------------------------------------------------------
-
-
-def call_name(item: Item, kind: str, name: str | None) -> str:
-    """Return the function's name of a call in the input."""
-    return qualified(name, item.get("namespace")) if name is not None else kind
 
 
 def object_of(arguments: str) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from nano_inference.server.api.parsing.typed_values import quoted
 
 Say = Callable[[str], None]
 
-_MOST_DEPTH = 64  # of lists and objects within each other
+_MOST_DEPTH = 64  # limit for lists and objects within each other
 _MOST_WORD = 4096  # characters
 _BARE_KEY = re.compile(r"[^\s:=(){}\[\],'\"]+")
 _WORD = re.compile(r"[\w.+\-]+")

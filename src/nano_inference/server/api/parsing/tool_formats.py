@@ -202,7 +202,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": ToolFormat(
         begin=_TOOL_CALL,
         sign=r"<tool_call>",
-        other_sign=r"<function=|<arg_key>|<minimax:",
+        other_sign=r"<function=|<arg_key>|<minimax:|<invoke name=|<tool_calls>\[",
         call=ObjectCall(optional=True),
         end="</tool_call>",
         opening="\n",
@@ -298,6 +298,26 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         joint="\n",
         closing="\n</\uff5cDSML\uff5cfunction_calls>",
     ),
+    # DeepSeek V4 (template); vLLM deepseek_v4
+    "deepseek_v4": ToolFormat(
+        begin="<\uff5cDSML\uff5ctool_calls>",
+        sign=r"\uff5cDSML\uff5c[\s\S]*tool_calls",
+        call=NamedCall(
+            TaggedArguments(
+                '<\uff5cDSML\uff5cparameter name="',
+                '" string="',
+                "</\uff5cDSML\uff5cparameter>",
+                typed=('true">', 'false">'),
+            ),
+            before='<\uff5cDSML\uff5cinvoke name="',
+            after='">',
+            close="</\uff5cDSML\uff5cinvoke>",
+        ),
+        end="</\uff5cDSML\uff5ctool_calls>",
+        opening="\n",
+        joint="\n",
+        closing="\n</\uff5cDSML\uff5ctool_calls>",
+    ),
     # Kimi K2 (template and docs/tool_call_guidance.md of the model); vLLM kimi_k2
     "kimi_k2": ToolFormat(
         begin="<|tool_calls_section_begin|>",
@@ -392,6 +412,28 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         joint="<tool_call|><|tool_call>",
         closing="<tool_call|>",
     ),
+    # Nemotron Nano 2 (template)
+    "nemotron_json": ToolFormat(
+        begin="<TOOLCALL>",
+        sign=r"<TOOLCALL>",
+        opener="[",
+        separator=",",
+        end="]</TOOLCALL>",
+        opening="[",
+        joint=", ",
+        closing="]</TOOLCALL>",
+    ),
+    # Apriel 1.5 and 1.6 (templates)
+    "apriel": ToolFormat(
+        begin="<tool_calls>",
+        sign=r"<tool_calls>\[",
+        opener="[",
+        separator=",",
+        end="]</tool_calls>",
+        opening="[",
+        joint=", ",
+        closing="]</tool_calls>",
+    ),
     # Granite 3 (templates); vLLM granite. Granite 4 writes as Hermes does.
     "granite": ToolFormat(
         begin="<|tool_call|>",
@@ -417,6 +459,7 @@ PARSER_NAMES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("deepseekv3", "deepseek_r1"), ("deepseek_v3",)),
     "deepseekv31": ("deepseek_v31",),
     "deepseekv32": ("deepseek_v32",),
+    "deepseekv4": ("deepseek_v4",),
     "minimax-m2": ("minimax_m2",),
     **dict.fromkeys(("llama3", "llama3_json", "llama4_json"), ("llama",)),
     **dict.fromkeys(("llama4_pythonic", "olmo3"), ("pythonic",)),

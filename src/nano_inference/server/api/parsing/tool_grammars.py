@@ -3,11 +3,12 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.server.api.parsing.formats import ChatFormat, reasoning_before
+from nano_inference.server.api.parsing.harmony_grammars import harmony_lines
 from nano_inference.server.api.parsing.literals import is_bare_key
 from nano_inference.server.api.parsing.tool_formats import (
     NAME,
@@ -93,10 +94,7 @@ def tool_grammar(
             f"server with --tool-format: {', '.join(TOOL_FORMATS)}."
         )
     if format.in_channels:
-        raise InvalidRequest(
-            f"tool calls in the format {format.tools} cannot be forced, nor can schemas of strict "
-            "tools or of an answer next to tools be enforced; leave the choice to the model."
-        )
+        return _in_channels(demand, tokenizer, prompt_tail, content)
     require_carried(demand, format)
     rules = _Rules(format.tools, tokenizer)
     behind = reasoning_before(
@@ -105,11 +103,33 @@ def tool_grammar(
     if behind.opened_by:
         rules.keep_from_beginning(behind.opened_by[0])
     answers = rules.answers(demand, content)
-    text = "\n".join(["%llguidance {}", f"start: {answers}", *rules.lines, ""])
+    lines = [f"start: {answers}", *rules.lines]
+    return replace(_grammar(lines, demand, content), **behind._asdict())
+
+
+def _grammar(lines: Sequence[str], demand: ToolDemand, content: Grammar | None) -> Grammar:
     lenient = not all(tool.strict for tool in demand.tools)
     if content is not None and not demand.forced:
         lenient |= content.lenient
-    return Grammar("lark", text, lenient=lenient, backend="llguidance", **behind._asdict())
+    text = "\n".join(["%llguidance {}", *lines, ""])
+    return Grammar("lark", text, lenient=lenient, backend="llguidance")
+
+
+def _in_channels(
+    demand: ToolDemand, tokenizer: Tokenizer, prompt_tail: str, content: Grammar | None
+) -> Grammar:
+    """Return the grammar of an answer in harmony."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    calls = [
+        (tool.name, schema_part(_arguments(tool), _options(BOUNDED, lenient=not tool.strict)))
+        for tool in demand.tools
+    ]
+    final = None if demand.forced else "TEXT"
+    if content is not None and not demand.forced:
+        options = _options(content.whitespace, lenient=content.lenient)
+        final = schema_part(json.loads(content.text), options)
+    ids = {token.content: token_id for token_id, token in added.items()}
+    return _grammar(harmony_lines(calls, final, ids, prompt_tail), demand, content)
 
 
 def require_carried(demand: ToolDemand, format: ChatFormat) -> None:

@@ -65,7 +65,7 @@ class _CallObject:
     keys: set[str] = field(default_factory=set[str])
 
 
-Schemas = Mapping[str, Mapping[str, Any] | None]  # of arguments, by the name of the tool
+Schemas = Mapping[str, Mapping[str, Any] | None]  # schemas of arguments, by the name of the tool
 
 
 class ToolCallParser(LiteralReader):
@@ -258,7 +258,7 @@ class ToolCallParser(LiteralReader):
         call.name = name
         match form.arguments:
             case JsonArguments() as arguments:
-                is_whole = yield from self._json_arguments(call, arguments, call_id)
+                is_whole = yield from self._json_arguments(call, arguments, form.close, call_id)
             case TaggedArguments() as arguments:
                 is_whole = yield from self._tagged(call, form, arguments, call_id)
             case KeywordArguments() as arguments:
@@ -277,7 +277,9 @@ class ToolCallParser(LiteralReader):
             self._at = run.end()
         return "".join(parts) if length <= _MOST_NAME else ""
 
-    def _json_arguments(self, call: _CallObject, form: JsonArguments, call_id: str) -> Steps:
+    def _json_arguments(
+        self, call: _CallObject, form: JsonArguments, close: str, call_id: str
+    ) -> Steps:
         """Read arguments that are a JSON object, and the call's end."""
         yield from self._space([])
         if form.fenced and (yield from self._take("```json")):
@@ -287,17 +289,17 @@ class ToolCallParser(LiteralReader):
         self._announce(call, call_id=call_id)
         if not (yield from self._json("{", [], self._tell)):
             return False
-        yield from self._space([])
-        if form.fenced and (yield from self._take("```")):
-            yield from self._space([])
-        yield from self._close()
+        if form.fenced:
+            yield from self._close("```")
+        if close:
+            yield from self._close(close)
         return True
 
-    def _close(self) -> Steps:
+    def _close(self, close: str) -> Steps:
         """Read the end of a call, which may be missing, after whitespace."""
-        form = self._format.call
-        if isinstance(form, NamedCall) and not (yield from self._take(form.close)):
-            self._skip_cut(form.close)
+        yield from self._space([])
+        if not (yield from self._take(close)):
+            self._skip_cut(close)
         return True
 
     def _tagged(
@@ -325,7 +327,7 @@ class ToolCallParser(LiteralReader):
                 if not call.is_announced:
                     self._announce(call, call_id=call_id)
                 self._tell("{}" if is_first else "}")
-                yield from self._close()
+                yield from self._close(form.close)
                 return True
             else:
                 self._skip_cut(tags.key, *ends)

@@ -8,7 +8,7 @@ from nano_inference.server.api.parsing.scanning import JsonMender
 
 ANY = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 TEXT = frozenset({"string"})
-_MOST_DEPTH = 16  # of references and alternatives
+_MOST_DEPTH = 16  # limit for references and alternatives
 
 Schema = Mapping[str, Any]
 
@@ -30,8 +30,8 @@ def kinds_of(schema: object, root: Schema, depth: int = 0) -> frozenset[str]:
     for keyword in ("anyOf", "oneOf"):
         if isinstance(options := schema.get(keyword), list) and options:
             kinds &= frozenset[str]().union(*(kinds_of(each, root, depth + 1) for each in options))
-    for each in schema.get("allOf") or ():
-        kinds &= kinds_of(each, root, depth + 1)
+    for part in schema.get("allOf") or ():
+        kinds &= kinds_of(part, root, depth + 1)
     return kinds or ANY
 
 

@@ -13,7 +13,7 @@ from nano_inference.structured.structural_tag import literal, schema_part
 
 BARE_KEY = r"[A-Za-z0-9_.\-]+"
 _BARE_KEY = re.compile(BARE_KEY)
-_MOST_DEPTH = 32  # of schemas in schemas
+_MOST_DEPTH = 32  # limit for schemas in schemas
 _READ = {  # keywords that the rules of a type read
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "minItems", "maxItems"},
@@ -174,10 +174,10 @@ class ValueRules:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
             texts = [each for each in values if isinstance(each, str)]
-            for each in texts:
-                if forbidden in each:
+            for text in texts:
+                if forbidden in text:
                     raise InvalidRequest(
-                        f"this model's tool calls cannot carry the value {each!r}, which contains "
+                        f"this model's tool calls cannot carry the value {text!r}, which contains "
                         f"{forbidden}."
                     )
             return " | ".join(f"{literal(each)} {self._write(end)}" for each in texts)
@@ -199,15 +199,15 @@ class ValueRules:
 
     def _pattern(self, schema: Schema) -> str:
         """Return a pattern for the strings that a schema allows."""
-        found = sorted(OF_TYPES["string"] & schema.keys())
+        keywords = sorted(OF_TYPES["string"] & schema.keys())
         for name in ("allOf", "not", "if"):
             if name in schema:
                 self._refuse(f"`{name}` of a string")
-        if "pattern" in found:
-            self._require_alone(found, {"pattern"})
+        if "pattern" in keywords:
+            self._require_alone(keywords, {"pattern"})
             return self._searched(str(schema["pattern"]))
-        if "format" in found:
-            self._require_alone(found, {"format"})
+        if "format" in keywords:
+            self._require_alone(keywords, {"format"})
             if (pattern := FORMATS.get(str(schema["format"]))) is not None:
                 return pattern
             self._refuse(f"`format` {schema['format']!r} of a string")
@@ -216,8 +216,8 @@ class ValueRules:
             return "(.|\\n)*"
         return f"(.|\\n){{{least},{'' if most is None else most}}}"
 
-    def _require_alone(self, found: Sequence[str], names: set[str]) -> None:
-        if others := set(found) - names:
+    def _require_alone(self, keywords: Sequence[str], names: set[str]) -> None:
+        if others := set(keywords) - names:
             self._refuse(f"`{min(others)}` next to `{min(names)}`")
 
     def _searched(self, pattern: str) -> str:

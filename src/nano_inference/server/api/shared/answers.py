@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from pydantic_core import from_json
 
 from nano_inference.types import (
     LogprobMatrix,
@@ -93,6 +94,17 @@ def encode_line(value: object) -> bytes:
         for character, escaped in _LINE_ENDS:
             data = data.replace(character, escaped)
     return data
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """Return the arguments of a tool call. Incomplete ones are read as far as they came, as SDKs
+    read them from a stream.
+    """
+    try:
+        value = from_json(text, allow_partial=True) if text else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 LOWEST = -9999.0  # JSON has no infinity

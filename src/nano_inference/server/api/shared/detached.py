@@ -117,6 +117,6 @@ class Reader:
             self._waiting.discard(self._news)
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading: `events` then ends."""
         self._is_closed = True
         self._news.set()

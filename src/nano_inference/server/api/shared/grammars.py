@@ -54,8 +54,18 @@ def _in_format(format: Mapping[str, Any]) -> Grammar | None:
             return Grammar.json_schema(schema)
 
 
+def _of_ollama(format: Any) -> Grammar:
+    """Read Ollama's `format`: "json" or a schema."""
+    if format == "json":
+        return Grammar.json_object()
+    if isinstance(format, Mapping):
+        return Grammar.json_schema(format)
+    raise InvalidRequest(f'it must be "json" or a JSON schema, not {shown(format)}.')
+
+
 # field of a request -> function that makes a grammar of its value
 ROWS: Mapping[str, Read] = {
+    "format": _of_ollama,
     "response_format": _in_format,
     "output_format": _in_format,
     "output_config.format": _in_format,

@@ -190,6 +190,10 @@ class Builder:
         stream: True if the answer is a stream of events.
         names: Names that clients use for the numbers that determine the cost.
         make_parser: Makes the parser of each choice's text. None: all text is content.
+        media_type: Content type of a stream.
+        keeps_alive: True if a stream may hold comments, which tell the client that it is alive.
+        keep_alive: Seconds for which the model stays loaded afterwards. None: as before.
+        load_seconds: Seconds that the request waited for its model.
         detached: Events of an answer that is made without the client. None: the client waits.
         shows_stream: True if the client of a detached answer reads its events.
         num_truncated: Number of prompt tokens that `truncate_prompt_tokens` removed.
@@ -198,6 +202,10 @@ class Builder:
     num_truncated = 0
     asks: Sequence[Ask] = ()
     stream = False
+    media_type = "text/event-stream; charset=utf-8"
+    keeps_alive = True
+    keep_alive: float | None = None
+    load_seconds = 0.0
     names: ClassVar[Names] = {}
     make_parser: AnswerParsers | None = None
     detached: Detached | None = None
@@ -228,6 +236,9 @@ class Builder:
     ) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         """Return the whole answer."""
         raise NotImplementedError
+
+    def ended(self) -> None:
+        """Let go of everything that the request holds. Called once the request has ended."""
 
 
 CODE = "request_too_large"
@@ -314,11 +325,20 @@ class ApiProtocol:
             `ApiError`, `InvalidRequest` and other errors of the package. May be slow (templates,
             tokenization).
         openapi: Description of the route in `/openapi.json`, from `openapi.py`.
+        failure: Returns the end of a stream that failed before its builder was made.
+        keeps_alive: True if a stream may hold comments, as in `Builder`.
+        name: Returns the served name for the name in a request.
+        unloading: Returns the whole reply to a body that only asks to unload its model. None: it
+            asks for more.
     """
 
     request: type[Strict]
     builder: Callable[[Any, Served, str], Builder]
     openapi: Mapping[str, Any]
+    failure: Callable[[ApiError], bytes] = lambda problem: data_event(openai_error(problem))
+    keeps_alive: bool = True
+    name: Callable[[str], str] = str
+    unloading: Callable[[bytes], Mapping[str, Any] | None] = lambda _: None
 
     def prepare(self, body: bytes, served: Served, request_id: str, owner: str = "") -> Builder:
         """Read a request of the client `owner`. Call it in a thread if the body is large."""

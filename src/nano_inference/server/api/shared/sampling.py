@@ -202,7 +202,7 @@ _OF_GRAMMARS = {*GrammarFields.model_fields, *(name.split(".")[0] for name in RO
 _WORDS = (
     *(b"structured_outputs", b"guided_", b"response_format", b"output_format", b"output_config"),
     *(b"json_schema", b"json_object", b"regex", b"ebnf", b"grammar", b"structural_tag", b"\\u00"),
-    *(b"tool_choice", b"strict"),
+    *(b"tool_choice", b"strict", b'"format"'),
 )
 
 
@@ -214,7 +214,7 @@ def may_ask_for_grammar(body: bytes) -> bool:
 def _said_of_grammars(fields: SamplingFields, within: str) -> dict[str, Any]:
     if fields.structured_outputs is not None:
         check_part(fields.structured_outputs, f"{within}structured_outputs")
-    names = {name for name in fields.model_fields_set if name in _OF_GRAMMARS}
+    names = fields.model_fields_set & _OF_GRAMMARS & type(fields).model_fields.keys()
     return fields.model_dump(include=names, by_alias=True, exclude_unset=True) if names else {}
 
 
