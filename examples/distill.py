@@ -1,4 +1,4 @@
-"""On-policy distillation: in four minutes on two cores a damaged copy of SmolLM2-135M learns to
+"""On-policy distillation: a damaged copy of SmolLM2-135M learns to
 write like the original again.
 
 In each step the student continues some texts. Its engine returns the logprobs of its most probable
@@ -43,11 +43,11 @@ class Recipe:
         width: Number of ids at each position.
     """
 
-    steps: int = 60
-    num_openings: int = 8
-    max_tokens: int = 24
+    steps: int = 40
+    num_openings: int = 4
+    max_tokens: int = 16
     width: int = 32
-    damage: float = 0.35
+    damage: float = 0.2
     learning_rate: float = 2e-4
     loss: str = "reverse"
     seed: int = 0
@@ -141,8 +141,8 @@ def train(model: str, recipe: Recipe, report: Path | None = None) -> list[Step]:
             optimizer.step()
             policy.publish()
         steps.append(Step(step, float(loss.detach()), held_out, time.perf_counter() - begin))
-        told = "" if held_out is None else f", held out {held_out:.3f}"
-        print(f"step {step:3}: KL {steps[-1].loss:.3f}{told}, {steps[-1].seconds:.1f} s")
+        shown = "" if held_out is None else f", held out {held_out:.3f}"
+        print(f"step {step:3}: KL {steps[-1].loss:.3f}{shown}, {steps[-1].seconds:.1f} s")
         if report is not None:
             report.write_text(json.dumps([asdict(each) for each in steps]))
     for each in (engine, teacher):
