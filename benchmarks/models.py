@@ -72,8 +72,16 @@ MOE_CONFIG = QWEN_CONFIG | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# Qwen3-4B: 4.02 billion weights
+QWEN_4B_CONFIG = QWEN_CONFIG | {
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 9728,
+}
 RANDOM = {
     "qwen3-0.6b-random": QWEN_CONFIG,
+    "qwen3-4b-random": QWEN_4B_CONFIG,
     "qwen3.5-0.6b-random": QWEN35_CONFIG,
     "qwen3-moe-0.8b-random": MOE_CONFIG,
 }

@@ -77,15 +77,22 @@ def wait_until_healthy(processes: Processes, target: Target, limit: float) -> No
 
 
 def ours(
-    options: Options, log: Path, *more: str, in_process: bool = False
+    options: Options,
+    log: Path,
+    *more: str,
+    in_process: bool = False,
+    path: Path | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> AbstractContextManager[Running]:
-    """Start `nano-inference serve` with the settings of `ours.engine_config`."""
+    """Start `nano-inference serve` with the settings of `ours.engine_config`, on a file at `path`
+    instead of the model's plain weights.
+    """
     port = free_port()
     settings = {
         "served-model-name": NAME,
         "dtype": options.dtype,
         "backend": options.backend,
-        "max-model-len": MAX_MODEL_LEN,
+        "max-model-len": max_model_len,
         "kv-cache-memory": KV_MEMORY,
         "device": "cpu",
         "log-level": "warning",
@@ -96,7 +103,7 @@ def ours(
         "-c",
         ENTRY,
         "serve",
-        str(model_path(options.model)),
+        str(path or model_path(options.model)),
         "--port",
         str(port),
         *flags,

@@ -1,5 +1,5 @@
-"""`make pictures`: the terminal pictures of the documents. Runs each command in a terminal and saves
-the screen as SVG. Each file contains a digest of the code that it shows, which a test compares.
+"""`make pictures`: the terminal pictures of the documents, or those that you name. Runs each command
+in a terminal and saves the screen as SVG. Each file contains a digest of the code that it shows, which a test compares.
 
 Requires the embedded model `smollm2-135m`, and a system with pseudo-terminals (Linux, macOS).
 """
@@ -36,11 +36,8 @@ WIDTH, HEIGHT = 96, 50
 QUESTION = "What is 2+2?"
 PORT = 8000  # of the server in its picture; the port must be free
 PROMPT = ">>> "  # the prompt of `chat`
-COMMAND = [
-    sys.executable,
-    "-c",
-    "from nano_inference.cli import app; app(prog_name='nano-inference')",
-]
+PYTHON = "python"  # the interpreter that runs this file
+COMMAND = (PYTHON, "-c", "from nano_inference.cli import app; app(prog_name='nano-inference')")
 
 BODY = json.dumps(
     {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24, "temperature": 0}
@@ -53,13 +50,13 @@ class Picture(NamedTuple):
 
     Attributes:
         command: Command as shown.
-        arguments: Arguments of Python that run it.
+        program: Arguments of the process that writes the picture.
         lines: Lines to type at its prompts.
         sources: Code that writes the output: a file, or names in it ("FILE:NAME,NAME").
     """
 
     command: str
-    arguments: tuple[str, ...]
+    program: tuple[str, ...]
     lines: tuple[str, ...]
     sources: tuple[str, ...]
 
@@ -67,7 +64,9 @@ class Picture(NamedTuple):
 def cli(arguments: tuple[str, ...], lines: tuple[str, ...], *sources: str) -> Picture:
     """Return a picture of a `nano-inference` command."""
     command = f"nano-inference {' '.join(map(quoted, arguments))}"
-    return Picture(command, arguments, lines, (*(PACKAGE + each for each in sources), *BITS))
+    return Picture(
+        command, (*COMMAND, *arguments), lines, (*(PACKAGE + each for each in sources), *BITS)
+    )
 
 
 def quoted(word: str) -> str:
@@ -103,9 +102,15 @@ PICTURES = {
     ),
     "demo": Picture(
         "make demo",
-        (),
+        (PYTHON, str(Path("examples", "demo.py"))),
         (),
         ("examples/demo.py", f"{PACKAGE}device/memory.py:MemoryBudget", *BITS),
+    ),
+    "from-llama-cpp": Picture(
+        "python -m examples.from_llama_cpp",
+        (PYTHON, "-m", "examples.from_llama_cpp"),
+        (),
+        ("examples/from_llama_cpp.py", *BITS),
     ),
 }
 
@@ -153,13 +158,9 @@ def shown_digest(name: str) -> str:
 
 
 def main() -> None:
-    for name, picture in PICTURES.items():
-        if name == "cli-serve":
-            written = served()
-        else:
-            demo = [sys.executable, str(ROOT / "examples" / "demo.py")]
-            command = [*COMMAND, *picture.arguments] if picture.arguments else demo
-            written = run(command, picture.lines)
+    for name in sys.argv[1:] or PICTURES:
+        picture = PICTURES[name]
+        written = served() if name == "cli-serve" else run(picture.program, picture.lines)
         shown = screen(written)
         text = svg(f"$ {picture.command}", shown, digest_of(picture))
         (DOCS / f"{name}.svg").write_text(text, encoding="utf-8")
@@ -170,9 +171,9 @@ def served() -> str:
     """Return a server's output until it has answered one request, and the request with its reply."""
     (asked,) = PICTURES["cli-serve"].lines
     ours, theirs = terminal()
-    command = [*COMMAND, *PICTURES["cli-serve"].arguments[:-1]]
+    command = PICTURES["cli-serve"].program[:-1]
     with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        argv(command), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     ) as process:
         os.close(theirs)
         seen = b""
@@ -198,7 +199,11 @@ def terminal() -> tuple[int, int]:
     return ours, theirs
 
 
-def run(command: list[str], lines: tuple[str, ...]) -> str:
+def argv(program: tuple[str, ...]) -> list[str]:
+    return [sys.executable if word == PYTHON else word for word in program]
+
+
+def run(program: tuple[str, ...], lines: tuple[str, ...]) -> str:
     """Run a command in a terminal of WIDTH columns and return its output. `lines` are typed at its
     prompts.
     """
@@ -208,7 +213,13 @@ def run(command: list[str], lines: tuple[str, ...]) -> str:
         "TERM": "xterm-256color"
     }
     with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+        argv(program),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+        cwd=ROOT,
+        start_new_session=True,
     ) as process:
         os.close(theirs)
         seen = b""
@@ -220,7 +231,7 @@ def run(command: list[str], lines: tuple[str, ...]) -> str:
                 typed += 1
     os.close(ours)
     if process.returncode:
-        raise SystemExit(f"{' '.join(command)} failed: {seen.decode(errors='replace')}")
+        raise SystemExit(f"{' '.join(program)} failed: {seen.decode(errors='replace')}")
     return seen.decode()
 
 

@@ -20,6 +20,7 @@ from nano_inference import (
     EngineStats,
     InferenceEngine,
     KVCacheManager,
+    LogprobMatrix,
     PagedKVCache,
     RadixKVCache,
     RoutedExperts,
@@ -51,6 +52,7 @@ NAMES = {
         "TrainingSample",
         "VersionSpan",
         "SamplingMask",
+        "LogprobMatrix",
         "RoutedExperts",
         "EngineStats",
         "ContextVersions",
@@ -149,6 +151,12 @@ FIELDS: dict[type, dict[str, Any]] = {
         "routed_experts": False,
         "keep_cache_seconds": 0.0,
         "cache_priority": 0,
+        "thinking_token_budget": None,
+        "bad_words": (),
+        "logprob_token_ids": (),
+        "prompt_logprob_token_ids": (),
+        "prompt_logprob_start": 0,
+        "logits_processors": (),
     },
     TrainingSample: {
         "prompt_tokens": REQUIRED,
@@ -178,6 +186,9 @@ FIELDS: dict[type, dict[str, Any]] = {
         "routed_experts": None,
         "routed_experts_unknown": None,
         "group_id": None,
+        "token_id_logprobs": None,
+        "raw_token_id_logprobs": None,
+        "prompt_token_id_logprobs": None,
     },
     SchedulerConfig: {
         "max_batch_size": 256,
@@ -205,6 +216,8 @@ FIELDS: dict[type, dict[str, Any]] = {
         "weight_version": 0,
         "past_versions": (),
         "adapter_version": 0,
+        "token_id_logprobs": None,
+        "raw_token_id_logprobs": None,
     },
     AdapterInfo: {
         "name": REQUIRED,
@@ -216,10 +229,14 @@ FIELDS: dict[type, dict[str, Any]] = {
     },
     VersionSpan: {"version": REQUIRED, "start": REQUIRED, "end": REQUIRED},
     SamplingMask: {"offsets": REQUIRED, "token_ids": REQUIRED},
+    LogprobMatrix: {"shape": REQUIRED, "data": REQUIRED},
     RoutedExperts: {"shape": REQUIRED, "dtype": REQUIRED, "data": REQUIRED},
 }
 
-RL_NAMES = {"MismatchReport", "PolicyModel", "differences", "mismatch_report", "replay", "score"}
+RL_NAMES = {
+    *("MismatchReport", "PolicyModel", "differences", "mismatch_report", "replay", "score"),
+    "top_tokens",
+}
 RL_NAMES |= {"LoraPolicy"}
 
 # Names and fields of the engine's original specification: classes and their required members.

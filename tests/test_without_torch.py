@@ -93,6 +93,20 @@ def main():
 if __name__ == "__main__":
     main()
 """,
+    "no compiler": """
+import os, tempfile
+from nano_inference.errors import ConfigError
+from nano_inference.ops.cpu import build
+
+os.environ["PATH"] = ""
+build.PREBUILT = Path(tempfile.mkdtemp())
+try:
+    InferenceEngine(EngineConfig(folder, **small))
+except ConfigError as error:
+    assert "no C++ compiler was found" in str(error), error
+else:
+    raise AssertionError("an engine without kernels was built")
+""",
 }
 
 

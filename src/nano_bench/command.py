@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.table import Table
 
 import nano_inference
 from nano_bench import load, outcomes
 from nano_bench.cpu_time import server_parts
+from nano_bench.figures import figures, latencies, request_row, within
 from nano_bench.shape import HIGHEST_ID, LOWEST_ID, Ask, Lengths, Shape, start_times
+from nano_bench.traces import read_trace
+from nano_bench.traces import report as trace_report
+from nano_bench.traces.replay import Options, replay
 from nano_bench.wire import Broken, connect
 from nano_inference.cli import (
     ApiKey,
@@ -33,7 +36,7 @@ from nano_inference.errors import ConfigError
 REQUESTS = 256  # default without --duration
 SHOWN_ERRORS = 5
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
-_SENT, _PACE, _SAID = "Requests", "Load", "Results"
+_SENT, _PACE, _TRACE, _SAID = "Requests", "Load", "Trace", "Results"
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class _Pace:
 
 
 def bench(
+    ctx: typer.Context,
     url: Annotated[
         str,
         typer.Argument(metavar="URL", help="Address of the server, such as http://127.0.0.1:8000."),
@@ -107,7 +111,7 @@ def bench(
             min=1,
             rich_help_panel=_PACE,
             show_default="32",
-            help="Keep this many requests in flight (closed loop).",
+            help="Keep this many requests in flight (closed loop), or sessions of a trace.",
         ),
     ] = None,
     rate: Annotated[
@@ -131,6 +135,36 @@ def bench(
             metavar="RATE",
             rich_help_panel=_PACE,
             help="Change the rate linearly from --rate to this rate at the end.",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            rich_help_panel=_TRACE,
+            help="Replay a trace of agents: Mooncake's JSON lines, or aiperf's Weka or DAG form.",
+        ),
+    ] = None,
+    time_scale: Annotated[
+        float,
+        typer.Option(min=0.0, rich_help_panel=_TRACE, help="Multiply all waits by this number."),
+    ] = 1.0,
+    length_scale: Annotated[
+        float,
+        typer.Option(
+            min=1e-4,
+            max=1.0,
+            rich_help_panel=_TRACE,
+            help="Multiply the lengths of prompts and outputs by this number.",
+        ),
+    ] = 1.0,
+    max_sessions: Annotated[
+        int | None,
+        typer.Option(min=1, rich_help_panel=_TRACE, help="Replay the first sessions only."),
+    ] = None,
+    max_turns: Annotated[
+        int | None,
+        typer.Option(
+            min=1, rich_help_panel=_TRACE, help="Replay the first turns of a conversation only."
         ),
     ] = None,
     timeout: Annotated[
@@ -201,9 +235,12 @@ def bench(
     slo: Annotated[
         str | None,
         typer.Option(
+            "--slo",
+            "--goodput",
             metavar="LIMITS",
             rich_help_panel=_SAID,
-            help="Count requests within limits, such as ttft=500ms,itl=50ms. ttft: first token; "
+            help="Count requests within limits, such as ttft=500ms,itl=50ms or vLLM's ttft:500 "
+            "(milliseconds). ttft: first token; "
             "itl: longest gap between two pieces; tpot: mean per further token; e2e: whole answer.",
         ),
     ] = None,
@@ -232,19 +269,9 @@ def bench(
     nano-inference bench URL --rate 2 --ramp 20 --duration 2m --slo ttft=500ms,itl=100ms
     nano-inference bench URL --prompts chat --output-tokens lognormal:160:1:1024 -o run.json
     nano-inference bench URL --shared-prefix 512 --prefix-groups 4 --plot run.png
+    nano-inference bench URL --trace agents.jsonl -c 4 --length-scale 0.05 --goodput ttft:150
     """
-    pace = _pace(requests, duration, concurrency, rate, arrivals == "constant", ramp)
     limits = _limits(slo)
-    shape = Shape(
-        Lengths.read(prompt_tokens),
-        Lengths.read(output_tokens),
-        prompts,
-        stream,
-        shared_prefix,
-        prefix_groups,
-        vocab_size,
-        {"ignore_eos": ignore_eos or None, "temperature": temperature},
-    )
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "--plot requires matplotlib, not installed here; run: pip install "
@@ -253,29 +280,130 @@ def bench(
     for file in (out, plot):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {file}: there is no folder {file.absolute().parent}.")
+    _require_options_of(ctx, "trace" if trace is not None else "load")
     target = load.Target(url, model or "", key_of(api_key, api_key_file))
-    done, target = load.run(_measure(target, shape, pace, warm_up, _time(timeout), seed, pid))
-    row = done.row() | _within(done, limits)
-    output.print(f"{target.url}, {target.model}", f"{shape}; {pace}", sep="\n", markup=False)
-    output.print(_figures(row), _latencies(row), sep="\n")
+    fields = {"ignore_eos": ignore_eos or None, "temperature": temperature}
+    if trace is not None:
+        scales = (max_sessions, max_turns, length_scale, time_scale)
+        measured = _replay(target, trace, scales, concurrency, fields, warm_up, _time(timeout), pid)
+    else:
+        shape = Shape(
+            Lengths.read(prompt_tokens),
+            Lengths.read(output_tokens),
+            prompts,
+            stream,
+            shared_prefix,
+            prefix_groups,
+            vocab_size,
+            fields,
+        )
+        pace = _pace(requests, duration, concurrency, rate, arrivals == "constant", ramp)
+        measured = _measure(target, shape, pace, warm_up, _time(timeout), seed, pid)
+    _report(load.run(measured), limits, out, plot, seed)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A load and its description.
+
+    Attributes:
+        about: Description for the report.
+        more: Figures that only a trace has.
+        rows: A row per request.
+    """
+
+    target: load.Target
+    load: outcomes.Load
+    about: dict[str, str]
+    more: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
+def _report(
+    measured: _Measured, limits: dict[str, float], out: Path | None, plot: Path | None, seed: int
+) -> None:
+    """Show the figures, write the files, and exit with the command's code."""
+    done, target, about = measured.load, measured.target, measured.about
+    row = done.row() | measured.more | within(done, limits)
+    title = "; ".join(about.values())
+    output.print(f"{target.url}, {target.model}", title, sep="\n", markup=False)
+    if measured.more:
+        shown = figures(row, trace_report.lines(row))
+        times = latencies(row, trace_report.LATENCIES, trace_report.PERCENTS)
+    else:
+        shown, times = figures(row), latencies(row)
+    output.print(shown, times, sep="\n")
     for text, count in Counter(done.errors).most_common(SHOWN_ERRORS):
         errors.print(f"{count} x {text}", markup=False, soft_wrap=True)
     if done.gave_up:
         errors.print(f"The load ended early: lost the connection to {target.url}.")
     if out is not None:
-        about = {"url": target.url, "model": target.model, "sent": str(shape), "pace": str(pace)}
-        report = about | {"seed": seed, "limits": limits, "version": nano_inference.__version__}
-        report |= {"summary": row, "requests": [*_rows(done)]}
+        report = {"url": target.url, "model": target.model, **about}
+        report |= {"seed": seed, "limits": limits, "version": nano_inference.__version__}
+        report |= {"summary": row, "requests": measured.rows}
         write_file(out, json.dumps(report, indent=1) + "\n")
         errors.print(f"written: {out}", style="dim", soft_wrap=True)
     if plot is not None:
         from nano_bench.picture import draw  # imports matplotlib
 
-        draw(done, f"{target.model}: {shape}; {pace}", plot)
+        draw(done, f"{target.model}: {title}", plot)
     if done.interrupted:
         raise typer.Exit(130)
     if row["errors"]:
         raise typer.Exit(1)
+
+
+async def _found(target: load.Target) -> load.Target:
+    """Return the target with its model. Raises `ConfigError` if there is no server."""
+    try:
+        (await connect(*target.address)).close()
+        return target if target.model else replace(target, model=await load.model_of(target))
+    except Broken as problem:
+        raise ConfigError(f"{target.url}: {problem}.") from None
+
+
+async def _replay(
+    target: load.Target,
+    file: Path,
+    scales: tuple[int | None, int | None, float, float],
+    at_once: int | None,
+    fields: dict[str, Any],
+    warm_up: int,
+    timeout: float,
+    pid: int | None,
+) -> _Measured:
+    """Warm up, then replay a trace. Raises `ConfigError` if it is invalid or without a server."""
+    sessions, turns, length_scale, time_scale = scales
+    trace = read_trace(file).limited(
+        max_sessions=sessions,
+        max_turns=turns,
+        length_scale=length_scale,
+        time_scale=time_scale,
+    )
+    at_once = at_once or trace.at_once
+    target = await _found(target)
+    kept = {name: value for name, value in fields.items() if value is not None}
+    with errors.status("warming up") as status:
+        if warm_up:
+            first = Shape(Lengths.read("16"), Lengths.read("8"), "chat", more=fields)
+            asks = itertools.islice(first.asks(-1), warm_up)
+            await load.drive(target, [*asks], concurrency=4, timeout=timeout)
+        count = itertools.count(1)
+        options = Options(
+            at_once,
+            timeout,
+            kept,
+            server_parts(pid) if pid is not None else {},
+            lambda: status.update(f"{next(count)} of {trace.turns} turns"),
+        )
+        done, played = await replay(target, trace, options)
+    pace = f"{at_once} sessions at once" if at_once else "sessions at their times"
+    scaled = f", lengths x {length_scale:g}" * (length_scale != 1) + f", waits x {time_scale:g}" * (
+        time_scale != 1
+    )
+    about = {"sent": f"{file.name}: {trace}{scaled}", "pace": pace}
+    rows = [*trace_report.trace_rows(done, played)]
+    return _Measured(target, done, about, trace_report.trace_row(done, played), rows)
 
 
 async def _measure(
@@ -286,14 +414,9 @@ async def _measure(
     timeout: float,
     seed: int,
     pid: int | None,
-) -> tuple[outcomes.Load, load.Target]:
+) -> _Measured:
     """Warm up, then run the load. Raises `ConfigError` if there is no server."""
-    try:
-        (await connect(*target.address)).close()
-        if not target.model:
-            target = replace(target, model=await load.model_of(target))
-    except Broken as problem:
-        raise ConfigError(f"{target.url}: {problem}.") from None
+    target = await _found(target)
     with errors.status("warming up") as status:
         if warm_up:
             first = itertools.islice(shape.asks(seed - 1), warm_up)
@@ -311,7 +434,26 @@ async def _measure(
             ended=lambda: status.update(f"{next(count)} of {total} requests"),
             interruptible=True,
         )
-    return done, target
+    rows = [request_row(one, done.began) for one in done.outcomes]
+    return _Measured(target, done, {"sent": str(shape), "pace": str(pace)}, {}, rows)
+
+
+_ONLY_LOAD = (
+    *("requests", "duration", "rate", "arrivals", "ramp", "prompts", "prompt_tokens"),
+    *("output_tokens", "shared_prefix", "prefix_groups", "vocab_size", "stream", "seed"),
+)
+_ONLY_TRACE = ("time_scale", "length_scale", "max_sessions", "max_turns")
+
+
+def _require_options_of(ctx: typer.Context, kind: Literal["trace", "load"]) -> None:
+    """Reject options that the kind of load ignores. Raises `ConfigError`."""
+    for name in _ONLY_LOAD if kind == "trace" else _ONLY_TRACE:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = f"--{name.replace('_', '-')}"
+            if kind == "trace":
+                raise ConfigError(f"--trace and {flag} exclude each other; give one.")
+            raise ConfigError(f"{flag} requires --trace.")
 
 
 def _pace(
@@ -344,7 +486,11 @@ def _limits(text: str | None) -> dict[str, float]:
     """Return limits in seconds by name in `outcomes.LIMITED`. Raises `ConfigError`."""
     limits: dict[str, float] = {}
     for part in (text or "").split(",") if text is not None else []:
-        name, _, value = part.partition("=")
+        name, colon, value = part.partition(":")  # vLLM's form, in milliseconds
+        if colon:
+            value = f"{value}ms" if value[-1:].isdecimal() else value
+        else:
+            name, _, value = part.partition("=")
         if name.strip() not in outcomes.LIMITED:
             raise ConfigError(
                 f"--slo: {part!r} is not a limit; write one of {', '.join(outcomes.LIMITED)} with "
@@ -352,78 +498,3 @@ def _limits(text: str | None) -> dict[str, float]:
             )
         limits[name.strip()] = _time(value)
     return limits
-
-
-def _within(done: outcomes.Load, limits: dict[str, float]) -> dict[str, Any]:
-    if not limits:
-        return {}
-    count = done.within(limits)
-    return {
-        "within_limits": count,
-        "within_limits_share": round(count / max(len(done.outcomes), 1), 4),
-        "goodput_per_s": round(count / max(done.seconds, 1e-9), 4),
-    }
-
-
-_LATENCIES = {
-    "first token": "first_token_ms",
-    "between two pieces": "between_tokens_ms",
-    "each further token": "per_token_ms",
-    "whole answer": "whole_ms",
-}
-
-
-def _figures(row: dict[str, Any]) -> Table:
-    kinds = ", ".join(f"{count} {kind}" for kind, count in row["errors_by_kind"].items())
-    ways = row["counted_by"]
-    figures = {
-        "requests": f"{row['requests']:,}",
-        "failed": f"{row['errors']:,}" + f" ({kinds})" * bool(kinds),
-        "seconds": f"{row['seconds']:,.2f}",
-        "requests/s": f"{row['requests_per_s']:,.2f}",
-        "output tokens/s": f"{row['output_tokens_per_s']:,.1f}",
-        "output tokens": f"{row['output_tokens']:,}"
-        + f", counted by {' and '.join(ways)}" * bool(ways),
-        "prompt tokens": f"{row['prompt_tokens']:,}, of them cached {row['cached_tokens']:,}",
-    }
-    if row["tokens_per_event"] is not None:
-        figures["tokens in a piece"] = f"{row['tokens_per_event']:.2f}"
-    if "within_limits" in row:
-        figures["within limits"] = f"{row['within_limits']:,} ({row['within_limits_share']:.1%})"
-        figures["goodput, requests/s"] = f"{row['goodput_per_s']:,.2f}"
-    if len(row["cpu_s"]) > 1:
-        figures["CPU s"] = ", ".join(f"{name} {spent:.2f}" for name, spent in row["cpu_s"].items())
-    table = Table.grid(padding=(0, 2))
-    for name, text in figures.items():
-        table.add_row(name, text)
-    return table
-
-
-def _latencies(row: dict[str, Any]) -> Table:
-    table = Table()
-    for index, column in enumerate(("milliseconds", "p50", "p90", "p99", "max")):
-        table.add_column(column, justify="right" if index else "left")
-    for name, key in _LATENCIES.items():
-        values: dict[str, float] = row[key] or {}
-        table.add_row(name, *(f"{values[p]:,.1f}" if p in values else "-" for p in _PERCENTS))
-    return table
-
-
-_PERCENTS = ("p50", "p90", "p99", "p100")
-
-
-def _rows(done: outcomes.Load) -> Iterator[dict[str, Any]]:
-    """Yield a row per request in order of their start. Times are seconds since the load began."""
-    for one in done.outcomes:
-        yield {
-            "began_s": round(one.began - done.began, 6),
-            "first_token_s": None if one.first_token is None else round(one.first_token, 6),
-            "longest_gap_s": round(max(outcomes.gaps(one.pieces)), 6) if one.pieces[1:] else None,
-            "whole_s": round(one.ended - one.began, 6),
-            "prompt_tokens": one.prompt_tokens,
-            "cached_tokens": one.cached_tokens,
-            "output_tokens": one.tokens,
-            "counted_by": None if one.error else one.counted_by,
-            "error_kind": one.kind,
-            "error": one.error,
-        }

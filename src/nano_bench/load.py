@@ -167,7 +167,7 @@ class Connections:
 
 
 @dataclass(slots=True)
-class _Record:
+class Record:
     """A reply, which is parsed when the load is over, or the reason for its absence."""
 
     ask: Ask
@@ -189,7 +189,7 @@ class _Run:
         timeout: float,
         ended: Callable[[], None],
     ) -> None:
-        self.records: list[_Record | Outcome] = []
+        self.records: list[Record | Outcome] = []
         self.gave_up = False
         encoded = ((ask, target.request(ask.path, ask.body)) for ask in asks)
         # encoded before the clock starts, unless the number of requests is unknown
@@ -232,7 +232,7 @@ class _Run:
             now = time.perf_counter()
             why = "the server became unreachable"
             self.records += [
-                _Record(ask, now, None, why, NOT_SENT, now) for ask, _ in self._requests
+                Record(ask, now, None, why, NOT_SENT, now) for ask, _ in self._requests
             ]
 
     async def _one_by_one(self) -> None:
@@ -243,8 +243,8 @@ class _Run:
             if record.kind == UNREACHABLE:
                 await asyncio.sleep(PAUSE)
 
-    async def _send(self, ask: Ask, request: bytes, began: float) -> _Record:
-        record, index = _Record(ask, began), len(self.records)
+    async def _send(self, ask: Ask, request: bytes, began: float) -> Record:
+        record, index = Record(ask, began), len(self.records)
         self.records.append(record)
         try:
             record.reply = await self.connections.ask(request, self._timeout)
@@ -308,7 +308,7 @@ async def drive(
         run.connections.close()
     run.leave_nothing_out()
     cpu = {name: after[name] - before[name] for name in after}
-    outcomes = [outcome(each) if isinstance(each, _Record) else each for each in run.records]
+    outcomes = [outcome(each) if isinstance(each, Record) else each for each in run.records]
     return Load(whole, outcomes, cpu, run.began, run.gave_up, interrupted)
 
 
@@ -325,7 +325,7 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def outcome(record: _Record) -> Outcome:
+def outcome(record: Record) -> Outcome:
     """Parse a record into an outcome."""
     reply = record.reply
     if reply is None:
@@ -354,19 +354,20 @@ def _of_body(began: float, reply: Reply) -> Outcome:
             reply.ended,
             (),
             meta["prompt_tokens"],
-            meta.get("cached_tokens", 0),
+            meta.get("cached_tokens"),
             meta["completion_tokens"],
         )
     if not content["choices"]:
         raise Broken("the reply has no choices", BAD_REPLY)
     usage = content.get("usage")
-    counts = _counts(usage) if usage else (0, 0, 0, "nothing")
+    counts = _counts(usage, content) if usage else (0, None, 0, "nothing")
     return Outcome(began, reply.ended, (), *counts)
 
 
 def _of_stream(began: float, reply: Reply) -> Outcome:
     pieces: list[float] = []
     usage: Mapping[str, Any] | None = None
+    event: Mapping[str, Any] = {}
     if not reply.events or reply.events[-1][1] != b"[DONE]":
         raise Broken(
             "the stream ended without [DONE], after "
@@ -380,7 +381,7 @@ def _of_stream(began: float, reply: Reply) -> Outcome:
         usage = event.get("usage") or usage
         if any(has_text(choice) for choice in event["choices"]):
             pieces.append(when)
-    counts = _counts(usage) if usage else (0, 0, len(pieces), "pieces")
+    counts = _counts(usage, event) if usage else (0, None, len(pieces), "pieces")
     return Outcome(began, reply.ended, tuple(pieces), *counts)
 
 
@@ -394,8 +395,13 @@ def has_text(choice: Mapping[str, Any]) -> bool:
     )
 
 
-def _counts(usage: Mapping[str, Any]) -> tuple[int, int, int, str]:
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+def _counts(usage: Mapping[str, Any], last: Mapping[str, Any]) -> tuple[int, int | None, int, str]:
+    """Return prompt tokens, cached ones, output tokens and their source. llama.cpp's last event
+    has the cached ones in its timings.
+    """
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    if cached is None:
+        cached = (last.get("timings") or {}).get("cache_n")
     return usage["prompt_tokens"], cached, usage["completion_tokens"], "usage"
 
 

@@ -14,6 +14,7 @@ class Outcome:
     Attributes:
         began: Time when the request was sent, or planned to be sent.
         pieces: Arrival time of each event with output. Empty if the reply was not streamed.
+        cached_tokens: Prompt tokens from the server's cache. None: the server did not report them.
         tokens: Number of output tokens: from the server's usage, otherwise the number of pieces.
         counted_by: Source of `tokens`: "usage", "pieces", or "nothing" for an unstreamed reply
             without usage.
@@ -25,7 +26,7 @@ class Outcome:
     ended: float
     pieces: tuple[float, ...] = ()
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
     tokens: int = 0
     counted_by: str = "usage"
     error: str | None = None
@@ -113,7 +114,7 @@ class Load:
             "errors_by_kind": dict(Counter(each.kind for each in self.outcomes if each.kind)),
             "seconds": round(self.seconds, 4),
             "prompt_tokens": sum(each.prompt_tokens for each in good),
-            "cached_tokens": sum(each.cached_tokens for each in good),
+            "cached_tokens": sum(each.cached_tokens or 0 for each in good),
             "output_tokens": self.tokens,
             "counted_by": dict(Counter(each.counted_by for each in good)),
             "requests_per_s": round(len(good) / seconds, 4),

@@ -27,6 +27,10 @@ class ConfigError(NanoInferenceError, ValueError):
     """
 
 
+class LacksMemory(ConfigError):
+    """A model, or its KV cache, does not fit into the free memory."""
+
+
 class ModelLoadError(NanoInferenceError):
     """Model folder, file or tensor that is missing, malformed or of an unknown architecture."""
 

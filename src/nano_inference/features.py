@@ -23,9 +23,14 @@ ATTENTION_OF: dict[str, Literal["reference", "cpu", "cuda"]] = {
 }
 # facts that no option holds
 LOCKSTEP, SHARED, RUNS, HEADS = "lockstep", "shared", "runs", "heads"
+SEVERAL = "several_models"
 # facts about a call; their value is the call's name in messages
 WHOLE_MODEL, BESIDE_POLICY = "whole_model", "beside_policy"
-_CLASHES = {LOCKSTEP: "for engines in lockstep", SHARED: "with several ranks"}
+_CLASHES = {
+    LOCKSTEP: "for engines in lockstep",
+    SHARED: "with several ranks",
+    SEVERAL: "with several models",
+}
 # facts about a model; their value is the architecture's name
 SINKS, CAPS = "attention sinks", "caps of attention scores"
 LATENTS, STATES = "attention over latents", "layers with a state"
@@ -202,6 +207,8 @@ def _backends(setting: Setting) -> Iterator[tuple[str, str]]:
 def _shown(name: str, value: Any) -> str:
     if name == LOCKSTEP:
         return "lockstep of engines"
+    if name == SEVERAL:
+        return "a server of several models"
     if name == HEADS:
         return f"draft_model={value!r}, which holds draft heads,"
     if name in (WHOLE_MODEL, BESIDE_POLICY):
@@ -421,6 +428,45 @@ SERVER_ROWS = (
     _feature("engines in the server's process", "in_process")(
         "each needs a process of its own", "omit in_process", excludes=(Asked(LOCKSTEP),)
     ),
+    *(
+        _feature(feature, *asked_by)(
+            reason,
+            instead,
+            excludes=tuple(
+                map(Asked, ("rl", "replicas", "restart_engine", "in_process", "prefill_replicas"))
+            ),
+        )
+        for feature, asked_by, reason, instead in (
+            (
+                "several models",
+                (SEVERAL,),
+                "each model has one engine in a process of its own, which is started and ended",
+                "serve one model, or omit it",
+            ),
+            (
+                "unloading of an idle model",
+                ("idle_unload",),
+                "the engine is ended and started again from its files",
+                "omit one of the two",
+            ),
+        )
+    ),
+    _feature("several models", SEVERAL)(
+        "it describes one model",
+        "serve one model, or omit it",
+        excludes=tuple(
+            map(
+                Asked,
+                (
+                    *("tokenizer_path", "ref_model_path", "draft_model", "draft_layers", "loras"),
+                    *("chat_template", "tool_format", "reasoning_format", "kept_cache_folder"),
+                ),
+            )
+        ),
+    ),
+    _feature("a limit of loaded models", "max_loaded")(
+        "there is only one model", "omit it", needs=(Asked(SEVERAL),)
+    ),
     _feature("access without a key", "rl_open")(
         "it opens the routes without an admin key",
         "omit one of the two",
@@ -444,6 +490,11 @@ SERVER_ROWS = (
 )
 
 REQUEST_ROWS = (
+    _feature("the first position of named ids", "prompt_logprob_start")(
+        "it is the first position of the prompt's named ids",
+        "set both",
+        needs=(Asked("prompt_logprob_token_ids"),),
+    ),
     _feature("top logprobs of a prompt", "prompt_top_logprobs")(
         "they are returned with the prompt's logprobs",
         "set both",
@@ -458,6 +509,9 @@ REQUEST_ROWS = (
 SERVED_ROWS = (
     _feature("kept blocks", "keep_cache_seconds")(
         "the engine keeps no blocks", "omit it", excludes=(_NO_PREFIXES,)
+    ),
+    _feature("logits processors", "logits_processors")(
+        "each process has only a part of the logits or of the steps", "use one rank", ranks=()
     ),
     _feature("routed experts of a sample", "routed_experts")(
         "otherwise the engine does not record them",

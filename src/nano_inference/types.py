@@ -1,6 +1,7 @@
 """Frozen types of the public interface: requests and results. Standard library only."""
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
@@ -8,7 +9,18 @@ from typing import Literal, NamedTuple, TypedDict
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.features import REQUEST_LIMITS, Setting, require
-from nano_inference.fields.checks import PENALTIES, biases, real, stop_strings, token_id_set, whole
+from nano_inference.fields.checks import (
+    PENALTIES,
+    bad_words,
+    biases,
+    processor_names,
+    real,
+    stop_strings,
+    token_id_row,
+    token_id_rows,
+    token_id_set,
+    whole,
+)
 from nano_inference.fields.options import option, strict_options
 from nano_inference.structured.grammar import Grammar
 
@@ -70,8 +82,9 @@ class SamplingParams:
     """Sampling distribution, stop conditions and requested outputs. Raises `InvalidRequest` at
     construction if a value is invalid.
 
-    The distribution is made in this order: bias, penalties, masks (`allowed_token_ids`,
-    `min_tokens`), temperature, top_k, top_p, min_p (`docs/sampling.md`).
+    The distribution is made in this order: logits processors, bias, penalties, masks
+    (`allowed_token_ids`, `min_tokens`, `bad_words`, `thinking_token_budget`), temperature, top_k,
+    top_p, min_p (`docs/sampling.md`).
 
     Attributes:
         temperature: Sampling temperature. 0 is greedy: the most likely token, the lower id on a
@@ -120,6 +133,21 @@ class SamplingParams:
             (docs/caches.md). 0 keeps none.
         cache_priority: Eviction priority of kept blocks. Higher ones are evicted later. Needs
             `keep_cache_seconds`.
+        thinking_token_budget: Maximum number of tokens of thought in a turn, counted after the
+            model's opening marker. Then the closing marker is forced (docs/sampling.md). None: no
+            limit.
+        bad_words: Texts that the completion must not contain, with or without a space before them.
+            The token that would complete one is masked.
+        logprob_token_ids: Ids whose logprobs to return at every completion position
+            (`TrainingSample.token_id_logprobs`).
+        prompt_logprob_token_ids: Ids whose logprobs to return at prompt positions
+            (`TrainingSample.prompt_token_id_logprobs`): one list for all positions, or one for each
+            position after `prompt_logprob_start`. Such a request reads no cached prefix beyond
+            `prompt_logprob_start`.
+        prompt_logprob_start: Index of the prompt token after which the first of these positions
+            lies. Needs `prompt_logprob_token_ids`.
+        logits_processors: Names of functions that change the model's logits, in this order, before
+            all other steps (`InferenceEngine.register_logits_processor`).
     """
 
     temperature: float = option(
@@ -180,6 +208,14 @@ class SamplingParams:
     routed_experts: bool = False
     keep_cache_seconds: float = 0.0
     cache_priority: int = 0
+    thinking_token_budget: int | None = option(
+        None, SAMPLING, "Close the model's thought after this many tokens. Default: no limit."
+    )
+    bad_words: tuple[str, ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprob_token_ids: tuple[tuple[int, ...], ...] = ()
+    prompt_logprob_start: int = 0
+    logits_processors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0.0, math.inf)
@@ -193,9 +229,12 @@ class SamplingParams:
         whole("prompt_top_logprobs", self.prompt_top_logprobs, 0)
         whole("top_k", self.top_k, 0)
         whole("min_tokens", self.min_tokens, 0)
+        whole("prompt_logprob_start", self.prompt_logprob_start, 0)
         whole("priority", self.priority, -(2**31), 2**31)
         if self.seed is not None:
             whole("seed", self.seed, 0, 2**64)
+        if self.thinking_token_budget is not None:
+            whole("thinking_token_budget", self.thinking_token_budget, 0)
         _require_name(self.adapter)
         _require_keeping(self.keep_cache_seconds, self.cache_priority)
         for name in _FLAGS:
@@ -209,7 +248,14 @@ class SamplingParams:
         object.__setattr__(
             self, "stop_token_ids", token_id_set("stop_token_ids", self.stop_token_ids)
         )
+        object.__setattr__(
+            self, "logprob_token_ids", token_id_row("logprob_token_ids", self.logprob_token_ids)
+        )
+        rows = token_id_rows("prompt_logprob_token_ids", self.prompt_logprob_token_ids)
+        object.__setattr__(self, "prompt_logprob_token_ids", rows)
         object.__setattr__(self, "stop", stop_strings(self.stop))
+        object.__setattr__(self, "bad_words", bad_words(self.bad_words))
+        object.__setattr__(self, "logits_processors", processor_names(self.logits_processors))
         object.__setattr__(self, "logit_bias", biases(self.logit_bias))
         if self.allowed_token_ids is not None:
             object.__setattr__(
@@ -253,10 +299,24 @@ class SamplingParams:
             or self.repetition_penalty != 1
         )
 
+    def numerics(self, fingerprint: str) -> str:
+        """Return an engine's fingerprint with the processors, by whose names their code counts."""
+        return "+".join((fingerprint, *self.logits_processors))
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if logprobs at prompt positions are returned."""
+        return self.prompt_logprobs or bool(self.prompt_logprob_token_ids)
+
     @property
     def filters(self) -> bool:
         """True if a filter can cut the distribution. Greedy sampling applies none."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def has_rules(self) -> bool:
+        """True if masks follow from the sample's own tokens, without a grammar."""
+        return self.thinking_token_budget is not None or bool(self.bad_words)
 
     @property
     def cuts(self) -> bool:
@@ -264,7 +324,11 @@ class SamplingParams:
         0. At temperature 0 the kept mass is always 1, because logprobs are the raw ones.
         """
         masks = (
-            self.allowed_token_ids is not None or self.min_tokens > 0 or self.grammar is not None
+            self.allowed_token_ids is not None
+            or self.min_tokens > 0
+            or self.grammar is not None
+            or self.has_rules
+            or bool(self.logits_processors)
         )
         return self.filters or (masks and self.temperature > 0)
 
@@ -352,6 +416,55 @@ class RoutedExperts:
         return RoutedExperts((len(kept), *self.shape[1:]), self.dtype, data)
 
 
+@dataclass(frozen=True, slots=True)
+class LogprobMatrix:
+    """Logprobs of named token ids: a row for each position, a column for each id.
+    `numpy.asarray` reads it as a float32 array of `shape` without a copy. Raises `InvalidRequest`
+    if `shape` and `data` do not match.
+
+    Attributes:
+        shape: (positions, ids of a position).
+        data: float32 in C order, little-endian.
+    """
+
+    shape: tuple[int, ...]
+    data: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        fits = math.prod(self.shape) * 4 == len(self.data)
+        if len(self.shape) != 2 or min(self.shape) < 0 or not fits:
+            raise InvalidRequest(
+                f"logprobs of shape {self.shape} do not match {len(self.data)} bytes of data; pass "
+                "two dimensions and all their numbers."
+            )
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        """NumPy's description of the array."""
+        return {"version": 3, "shape": self.shape, "typestr": "<f4", "data": self.data}
+
+    @classmethod
+    def joined(cls, parts: "Sequence[LogprobMatrix]") -> "LogprobMatrix":
+        """Return the rows of several matrices of equal width, at least one, in one matrix."""
+        shape = sum(map(len, parts)), parts[0].shape[1]
+        return cls(shape, b"".join(part.data for part in parts))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def rows(self, start: int, end: int | None = None) -> "LogprobMatrix":
+        """Return rows [start, end). None as `end` means up to the last row."""
+        kept, width = range(self.shape[0])[start:end], self.shape[1]
+        data = self.data[kept.start * width * 4 : kept.stop * width * 4]
+        return LogprobMatrix((len(kept), width), data)
+
+    def tolist(self) -> list[list[float]]:
+        """Return the numbers of each row."""
+        width = self.shape[1]
+        numbers = struct.unpack(f"<{len(self.data) // 4}f", self.data)
+        return [list(numbers[row * width : (row + 1) * width]) for row in range(self.shape[0])]
+
+
 class ContextVersions(NamedTuple):
     """Weight versions that computed the context of completion tokens [token_start, token_end).
 
@@ -427,6 +540,14 @@ class TrainingSample:
             computed, if requested and known.
         routed_experts_unknown: Reason why `routed_experts` is unknown. None if it is known or was
             not requested.
+        token_id_logprobs: Logprobs of `logprob_token_ids` at each completion token, if requested,
+            under the same distribution as `logprobs`. -inf for ids that masks or filters cut, nan
+            at appended tokens.
+        raw_token_id_logprobs: The model's own logprobs of these ids, if `raw_logprobs` are
+            requested.
+        prompt_token_id_logprobs: The model's own logprobs of `prompt_logprob_token_ids`, if
+            requested. Row i belongs to prompt token `prompt_logprob_start + 1 + i`. Rows with fewer
+            ids end with -inf.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -456,6 +577,9 @@ class TrainingSample:
     routed_experts: RoutedExperts | None = None
     routed_experts_unknown: str | None = None
     group_id: int | None = None
+    token_id_logprobs: LogprobMatrix | None = None
+    raw_token_id_logprobs: LogprobMatrix | None = None
+    prompt_token_id_logprobs: LogprobMatrix | None = None
 
     @property
     def oldest_weight_version(self) -> int:
@@ -472,8 +596,8 @@ class Delta:
         token_ids, logprobs: Tokens sampled since the previous part.
         text: New text that will not change, if the request yields text. It may lag the tokens.
         finished: Whole sample, in its last part. That part has no tokens.
-        top_logprobs, raw_logprobs: Values for `token_ids`, as in `TrainingSample`. None unless
-            requested.
+        top_logprobs, raw_logprobs, token_id_logprobs, raw_token_id_logprobs: Values for
+            `token_ids`, as in `TrainingSample`. None unless requested.
         cached_tokens: Prompt tokens found in the prefix cache.
         queued: Seconds from submission until the first chunk was planned, or until the request
             ended.
@@ -499,6 +623,8 @@ class Delta:
     weight_version: int = 0
     past_versions: tuple[VersionSpan, ...] = ()
     adapter_version: int = 0
+    token_id_logprobs: LogprobMatrix | None = None
+    raw_token_id_logprobs: LogprobMatrix | None = None
 
 
 @dataclass(frozen=True, slots=True)

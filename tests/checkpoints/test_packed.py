@@ -1,5 +1,7 @@
 """Engines that map packed weights compute the bits of engines that read the checkpoint."""
 
+import gc
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,20 @@ def test_mapped_weights_are_read_without_the_checkpoint(
     first = results(folder)
     monkeypatch.setattr(packed, "load_params", lambda *_: pytest.fail("the checkpoint was read"))
     assert results(folder) == first
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the list of mappings is Linux's")
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+def test_mapped_file_is_released_at_shutdown(cache: Path, tmp_path: Path, family: str) -> None:
+    folder = tiny_model(tmp_path / family, family)
+    gc.disable()  # nothing may wait for a collection of cycles
+    try:
+        for _ in range(2):
+            results(folder, dtype="bfloat16")
+    finally:
+        gc.enable()
+    (file,) = cache.glob("*.packed")
+    assert str(file) not in Path("/proc/self/maps").read_text()
 
 
 def test_updates_of_mapped_weights_stay_private(cache: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from nano_inference.server.api.openai.completions_answer import PROTOCOL as COMP
 from nano_inference.server.api.parsing import ChatFormat
 from nano_inference.server.api.shared.protocol import ApiProtocol, Served
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.server import log_ready
+from nano_inference.server.hosted import log_ready
 from nano_inference.server.trainers.sglang.answer import PROTOCOL as SGLANG
 from nano_inference.server.trainers.vllm.answer import PROTOCOL as VLLM
 from nano_inference.types import SamplingParams

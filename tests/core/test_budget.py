@@ -25,6 +25,9 @@ demands = st.builds(
     counts_prompt=st.booleans(),
     repeats_prompt=st.booleans(),
     routed=st.integers(0, 40),
+    named=small,
+    prompt_named=small,
+    raw=st.booleans(),
 )
 NAMES = {field: field for field in Demand._fields}
 
@@ -73,6 +76,8 @@ def test_suggested_size_fits_and_one_more_does_not(demand: Demand, budget: int) 
             "prompt": 1,
             "top_logprobs": 0,
             "prompt_top_logprobs": 0,
+            "named": 0,
+            "prompt_named": 0,
         }
         assert all(
             demand._replace(**{field: least}).entries() > budget

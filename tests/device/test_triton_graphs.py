@@ -126,7 +126,7 @@ def test_results_are_downloaded_unchanged() -> None:
     results = DrawResults(3, torch.device("cpu"))
     logprobs, raw, mass = torch.arange(6.0).view(3, 2)
     nothing = torch.zeros(2, 0)
-    draw = Draw(torch.tensor([4, 5]), logprobs, raw, mass, None, nothing, nothing)
+    draw = Draw(torch.tensor([4, 5]), logprobs, raw, mass, None, nothing, nothing, nothing)
     results.write(draw)
     fetched = downloads.fetch([results.buffer])
     columns = results.on_host(fetched.tensors[0], 2)

@@ -1,9 +1,12 @@
 """The public engine API on tiny models: results, their order, and rejected requests."""
 
+import gc
 import logging
 import math
+import mmap
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +37,12 @@ from nano_inference.device import memory
 from nano_inference.kv_cache.caches import CACHES
 from nano_inference.models.parameters.slots import Slot
 from nano_inference.models.parameters.values import read, write
+from nano_inference.ops.cpu import memory as memory_of_kernels
 from nano_inference.ranks import parts
 from nano_inference.system.machine import FreeMemory
 from tests.depth import at_depth
 from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model
+from tests.ops.compiler import NEEDS_COMPILER
 from tests.weights.weight_cases import drain
 
 Build = Callable[..., InferenceEngine]
@@ -717,6 +722,27 @@ def test_calls_after_shutdown_raise(build: Build) -> None:
     engine.shutdown()
     engine.shutdown()
     assert_dead(engine, "shut down")
+
+
+@NEEDS_COMPILER
+def test_shutdown_releases_memory_at_once(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    mappings: list[weakref.ref[mmap.mmap]] = []
+
+    def recorded(size: int) -> mmap.mmap:
+        made = mmap.mmap(-1, size)
+        mappings.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(memory_of_kernels, "_map", recorded)
+    engine = build(backend="cpu")
+    engine.generate([[1, 2, 3]], greedy())
+    assert mappings
+    gc.disable()  # nothing may wait for a collection of cycles
+    try:
+        engine.shutdown()
+        assert [each() for each in mappings if each() is not None] == []
+    finally:
+        gc.enable()
 
 
 def test_context_manager_shuts_down_on_exit(build: Build) -> None:

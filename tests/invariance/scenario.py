@@ -257,6 +257,8 @@ def same_bits(one: TrainingSample, other: TrainingSample) -> bool:
         or one.finish_reason != other.finish_reason
     ):
         return False
+    if not _same_matrices(one, other, length):
+        return False
     # the first is NaN
     scored = min(len(one.prompt_logprobs or ()), len(other.prompt_logprobs or ()))
     if (one.prompt_top_logprobs or ())[:scored] != (other.prompt_top_logprobs or ())[:scored]:
@@ -270,6 +272,20 @@ def same_bits(one: TrainingSample, other: TrainingSample) -> bool:
             "log_kept_mass",
             "top_logprobs",
         )
+    )
+
+
+def _same_matrices(one: TrainingSample, other: TrainingSample, length: int) -> bool:
+    """Compare the logprobs of named ids up to a number of completion tokens."""
+    pairs = [
+        (getattr(one, name), getattr(other, name), length)
+        for name in ("token_id_logprobs", "raw_token_id_logprobs")
+    ]
+    mine, theirs = one.prompt_token_id_logprobs, other.prompt_token_id_logprobs
+    pairs.append((mine, theirs, min(len(mine or ()), len(theirs or ()))))
+    return all(
+        a is b or (a is not None and b is not None and a.rows(0, end) == b.rows(0, end))
+        for a, b, end in pairs
     )
 
 

@@ -8,6 +8,7 @@ must not be read is NaN.
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from nano_inference.config import Backend
 from tests.depth import at_depth
 from tests.invariance.scenario import Request, Schedule, require_same_samples, run
 from tests.models.tiny import tiny_llama
-from tests.structured.vocabularies import byte_tokenizer
+from tests.structured.vocabularies import byte_tokenizer, with_tokenizer
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 BACKENDS: tuple[Backend, ...] = ("cpu", "reference")
@@ -32,10 +33,27 @@ GRAMMARS = (
     Grammar.choice(["yes", "no", "perhaps"]),
 )
 
+OPENS, CLOSES = "<think>", "</think>"
+# letters that the grammars can do without
+BAD_WORDS = ((), (), ("c", "ab"), ("12", "f", "<"))
+
+
+def sampling_params(num_best: int, budget: int | None, **options: Any) -> SamplingParams:
+    """Return parameters with room for the marker. A grammar begins after the thought."""
+    if budget is not None:
+        options["max_tokens"] += budget + len(CLOSES) + 1
+        if options["grammar"] is not None:
+            options["grammar"] = replace(options["grammar"], after=CLOSES)
+    scored = options["prompt_logprobs"]
+    return SamplingParams(
+        prompt_top_logprobs=num_best if scored else 0, thinking_token_budget=budget, **options
+    )
+
+
 params = st.builds(
-    lambda num_best, **options: SamplingParams(
-        prompt_top_logprobs=num_best if options["prompt_logprobs"] else 0, **options
-    ),
+    sampling_params,
+    budget=st.sampled_from([None, None, 0, 1, 3]),
+    bad_words=st.sampled_from(BAD_WORDS),
     num_best=st.sampled_from([0, 1, 4]),
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
     max_tokens=st.integers(1, 12),
@@ -53,7 +71,16 @@ params = st.builds(
     cache_salt=st.sampled_from([None, None, "salt"]),
     priority=st.sampled_from([0, 0, 0, 1]),
     grammar=st.sampled_from([None, None, *GRAMMARS]),
+    logprob_token_ids=st.sampled_from([(), (), (7,), (899, 3, 40)]),
+    prompt_logprob_token_ids=st.sampled_from([(), (), ((5, 898),)]),
 )
+
+
+@cache
+def opening_ids() -> list[int]:
+    """Return the ids of the opening marker, one for each byte."""
+    with TemporaryDirectory() as folder:
+        return byte_tokenizer(Path(folder)).encode(OPENS)
 
 
 @st.composite
@@ -64,10 +91,13 @@ def requests(draw: Any) -> list[Request]:
     for _ in range(draw(st.integers(2, 6))):
         head = stem[: draw(st.sampled_from([0, 1, 16, 33, 64, 70, 130, 160]))]
         tail = draw(st.lists(st.integers(3, 299), min_size=1, max_size=20))
+        wanted = draw(params)
+        if wanted.thinking_token_budget is not None and draw(st.sampled_from([True, True, False])):
+            tail += opening_ids()
         work.append(
             Request(
                 prompt=tuple(head + tail),
-                params=draw(params),
+                params=wanted,
                 num_samples=draw(st.sampled_from([1, 1, 2, 4])),
                 arrives=draw(st.sampled_from([0, 0, 1, 4])),
                 aborted=draw(st.sampled_from([None, None, None, None, 5])),
@@ -103,8 +133,7 @@ schedules_and_codes = st.builds(
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # the head's threads share it in blocks of 384
     folder = tiny_llama(tmp_path_factory.mktemp("tiny"), vocab_size=900)
-    byte_tokenizer(folder)
-    return folder
+    return with_tokenizer(folder)
 
 
 def fitted(schedule: Schedule, work: list[Request]) -> Schedule:

@@ -22,12 +22,16 @@ from tests.depth import at_depth
 from tests.invariance.scenario import Schedule, poison, threads_restored
 from tests.invariance.test_schedule_invariance import (
     BACKENDS,
+    BAD_WORDS,
+    CLOSES,
     DTYPES,
     VALUES_PER_TOKEN,
     bytes_per_token,
+    opening_ids,
     schedules_and_codes,
 )
 from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama
+from tests.structured.vocabularies import with_tokenizer
 
 VOCAB = 900
 MODELS = [llama_weights(llama_config(vocab_size=VOCAB), seed=seed) for seed in range(5)]
@@ -60,12 +64,19 @@ asks = st.builds(
     Ask,
     arrives=st.integers(0, 14),
     prompt=st.builds(
-        lambda stem, tail: tuple(STEM[:stem] + tail),
+        lambda stem, tail, thought: tuple(STEM[:stem] + tail + (opening_ids() if thought else [])),
         st.sampled_from([0, 16, 33, 64, 70]),
         st.lists(st.integers(3, 290), min_size=1, max_size=6),
+        st.booleans(),
     ),
     params=st.builds(
-        SamplingParams,
+        lambda budget, max_tokens, **options: SamplingParams(
+            thinking_token_budget=budget,
+            max_tokens=max_tokens if budget is None else max_tokens + budget + len(CLOSES) + 1,
+            **options,
+        ),
+        budget=st.sampled_from([None, None, 0, 2]),
+        bad_words=st.sampled_from(BAD_WORDS),
         temperature=st.sampled_from([0.0, 1.0]),
         max_tokens=st.integers(1, 14),
         top_k=st.sampled_from([0, 9]),
@@ -97,7 +108,7 @@ others = st.builds(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB)
+    return with_tokenizer(tiny_llama(tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB))
 
 
 def change(engine: InferenceEngine, held: dict[int, Weights], event: Event) -> None:

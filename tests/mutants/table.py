@@ -39,6 +39,20 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "named_id_ignores_filters",
+        "src/nano_inference/ops/cpu/kernels/head.cpp",
+        old="      const bool kept = !filtered || r.has(drawn[id], id);",
+        new="      const bool kept = true;",
+        seen_by="tests/engine/test_named_ids.py -k named_ids_do_not_change",
+    ),
+    Fault(
+        "named_ids_of_a_dropped_draft_shift",
+        "src/nano_inference/core/apply.py",
+        old="    return {row: (named[0][a:b], named[1][a:b]) for row, (a, b) in spans if b > a}",
+        new="    return {row: (named[0][: b - a], named[1][: b - a]) for row, (a, b) in spans if b > a}",
+        seen_by="tests/invariance/test_schedule_invariance.py",
+    ),
+    Fault(
         "linear_splits_k_by_rows",
         "src/nano_inference/ops/reference/backend.py",
         old="        return _linear_of_segments(x, weight, bias, segments)",
@@ -365,6 +379,20 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/server/api/parsing/test_harmony.py",
     ),
     Fault(
+        "tags_end_at_their_first_marker",
+        "src/nano_inference/server/api/parsing/tool_parsers.py",
+        old="if any(map(rest.startswith, stops)) or (self._ended and is_open):",
+        new="if not self._ended or is_open:",
+        seen_by="tests/server/api/parsing/test_tool_formats.py",
+    ),
+    Fault(
+        "forced_text_may_hold_its_end",
+        "src/nano_inference/server/api/parsing/value_grammars.py",
+        old='return f"(/{pattern}/ & ~/(.|\\\\n)*{regex_of(text)}(.|\\\\n)*/)"',
+        new='return f"(/{pattern}/ & ~/(.|\\\\n)*{regex_of(text)}{pattern}x/)"',
+        seen_by="tests/server/api/parsing/test_tool_grammars.py",
+    ),
+    Fault(
         "masked_odds_keep_all",
         "src/nano_inference/ops/cpu/kernels/head_source.h",
         old="Vec odd = vselect(vgt(vload(z + j), nothing), vload(odds + j), vset(0.f));",
@@ -545,8 +573,10 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         old="""\
         "completions": demand.num_samples
         * demand.max_tokens
-        * (demand.numbers + demand.top_logprobs),""",
-        new='        "completions": demand.max_tokens * (demand.numbers + demand.top_logprobs),',
+        * (demand.numbers + demand.top_logprobs + demand.named * (1 + demand.raw)),""",
+        new="""\
+        "completions": demand.max_tokens
+        * (demand.numbers + demand.top_logprobs + demand.named * (1 + demand.raw)),""",
         seen_by="tests/core/test_budget.py",
     ),
     Fault(
@@ -652,11 +682,39 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/server/api/parsing/test_parsing.py",
     ),
     Fault(
+        "chat_is_cut_at_overlapping_tokens",
+        "src/nano_inference/text/reuse.py",
+        old="        or text.endswith(begins)\n",
+        new="",
+        seen_by="tests/text/test_reuse.py",
+    ),
+    Fault(
+        "replayed_agent_ignores_its_subagents",
+        "src/nano_bench/traces/replay.py",
+        old="            await asyncio.gather(*(children[name] for name in turn.joins if name in children))\n",
+        new="",
+        seen_by="tests/nano_bench/test_trace_replay.py",
+    ),
+    Fault(
         "stop_string_in_pieces_is_shown",
         "src/nano_inference/text/detokenizer.py",
         old="cut = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)",
         new="cut = len(text)",
         seen_by="tests/text/test_output_text.py",
+    ),
+    Fault(
+        "busy_model_is_unloaded",
+        "src/nano_inference/server/model_pool.py",
+        old="await hosted.unused()",
+        new="await asyncio.sleep(0)",
+        seen_by="tests/server/test_model_pool.py -k 'busy or every_request'",
+    ),
+    Fault(
+        "last_used_model_makes_room",
+        "src/nano_inference/server/model_pool.py",
+        old="return next((seat for seat in seats if not seat.is_busy), seats[0])",
+        new="return next((seat for seat in reversed(seats) if not seat.is_busy), seats[0])",
+        seen_by="tests/server/test_model_pool.py -k 'room or least_recently'",
     ),
     Fault(
         "admission_forgets_the_newcomer",
@@ -913,10 +971,31 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/nano_training_service/test_losses.py -k multiplied_by_0",
     ),
     Fault(
+        "a_response_is_everyones",
+        "src/nano_inference/server/api/openai/kept_responses.py",
+        old="if entry is not None and entry.kept.owner == owner:",
+        new="if entry is not None:",
+        seen_by="tests/server/api/openai/test_responses_background.py -k belongs",
+    ),
+    Fault(
+        "a_seal_knows_no_owner",
+        "src/nano_inference/server/api/openai/responses_reasoning.py",
+        old='len(who).to_bytes(4, "big") + who + data',
+        new='len(who).to_bytes(4, "big") + data',
+        seen_by="tests/server/api/openai/test_responses_background.py -k seal",
+    ),
+    Fault(
+        "an_input_is_decoded_amid_an_escape",
+        "src/nano_inference/server/api/openai/responses_tools.py",
+        old=r'r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"',
+        new=r'r"|\\u[0-9a-fA-F]{4}"',
+        seen_by="tests/server/api/openai/test_responses_tools.py -k decoded",
+    ),
+    Fault(
         "a_response_forgets_those_before",
         "src/nano_inference/server/api/openai/responses_answer.py",
-        old="kept = KeptResponse(response, items, [*self._before, *self._own, *said])",
-        new="kept = KeptResponse(response, items, [*self._own, *said])",
+        old="self._keep(response, [*self._before, *self._own, *said])",
+        new="self._keep(response, [*self._own, *said])",
         seen_by="tests/server/api/openai/test_openai_responses.py -k continues",
     ),
     Fault(
@@ -953,6 +1032,36 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         old="value.astype(dtype, copy=False)",
         new="value.astype(dtype)",
         seen_by="tests/arrays/test_convert.py -k keep",
+    ),
+    Fault(
+        "drafts_are_no_thought",
+        "src/nano_inference/sampling/token_rules.py",
+        old="""\
+        for token_id in drafts:
+            turn = budget.after(turn, token_id)""",
+        new="",
+        seen_by="tests/sampling/test_token_rules.py",
+    ),
+    Fault(
+        "prompts_open_no_thought",
+        "src/nano_inference/sampling/token_rules.py",
+        old="self._turn, self._read = BEGUN, budget.first_of_turn(token_ids[:end])",
+        new="self._turn, self._read = BEGUN, end",
+        seen_by="tests/engine/test_thinking.py -k budget_closes",
+    ),
+    Fault(
+        "bad_words_replace_the_grammar",
+        "src/nano_inference/sampling/token_rules.py",
+        old="        if words is None:\n            if banned",
+        new="        if words is not None or bad.always:\n            if banned",
+        seen_by="tests/engine/test_thinking.py -k bad_words",
+    ),
+    Fault(
+        "processors_see_no_drafts",
+        "src/nano_inference/core/logits_processors.py",
+        old="self._processed(seq, chunks.behind.get(index, ()), old)",
+        new="self._processed(seq, (), old)",
+        seen_by="tests/engine/test_logits_processors.py -k see_drafts",
     ),
     Fault(
         "a_turn_forgets_its_place",

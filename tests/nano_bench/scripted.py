@@ -18,6 +18,7 @@ class Server:
         self.script = script
         self.seen: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.connections = self.under_way = self.most = 0
+        self.listening: asyncio.Server | None = None
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -96,7 +97,8 @@ def in_a_thread(script: Script) -> Iterator[str]:
     loop, places = asyncio.new_event_loop(), list[int]()
 
     async def start() -> asyncio.Server:
-        listening = await asyncio.start_server(Server(script), "127.0.0.1", 0)
+        server = Server(script)
+        listening = server.listening = await asyncio.start_server(server, "127.0.0.1", 0)
         places.append(listening.sockets[0].getsockname()[1])
         return listening
 

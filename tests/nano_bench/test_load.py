@@ -202,7 +202,7 @@ def test_pieces_are_counted_without_usage() -> None:
     reply = load.Reply(
         0.0, 200, [(0.1, json.dumps(choice(text="")).encode()), (0.2, b"[DONE]")], ended=0.2
     )
-    found = outcome(load._Record(Ask("/v1/completions", {"stream": True}), 0.0, reply))
+    found = outcome(load.Record(Ask("/v1/completions", {"stream": True}), 0.0, reply))
     assert (found.tokens, found.pieces, found.error) == (1, (0.1,), None)
 
 

@@ -45,7 +45,7 @@ def kernels() -> ctypes.CDLL:
 
 
 def random_requests(
-    rng: random.Random, num: int, num_rows: int, vocab: int, **fixed: Any
+    rng: random.Random, num: int, num_rows: int, vocab: int, named: bool = False, **fixed: Any
 ) -> list[DrawRequest]:
     def ids(count: int) -> list[int]:
         return [rng.randrange(vocab) for _ in range(count)]
@@ -62,6 +62,9 @@ def random_requests(
             "logit_bias": dict.fromkeys(ids(rng.randrange(3)), rng.choice([-2.5, 3.0])),
             "allowed_token_ids": rng.choice([None, None, frozenset(ids(40))]),
             "raw_logprobs": rng.choice([True, False]),
+            "logprob_token_ids": rng.sample(range(vocab), min(vocab, rng.choice([0, 1, 9])))
+            if named
+            else (),
         }
         draw = (rng.randrange(2**64), rng.randrange(9), rng.randrange(4096))
         params = SamplingParams(**(options | fixed))
@@ -76,7 +79,25 @@ def same_bits(one: Draw, other: Draw, rows: slice | list[int] = slice(None)) -> 
     pairs = [(getattr(one, name)[rows], getattr(other, name)) for name in VALUES]
     if one.kept is not None and other.kept is not None:
         pairs.append((one.kept[rows], other.kept))
+    if isinstance(rows, slice):
+        pairs.append((one.named_logprobs, other.named_logprobs))
     return all(torch.equal(a.nan_to_num(9e9), b.nan_to_num(9e9)) for a, b in pairs)
+
+
+def assert_same_named(drawn: Draw, expected: Draw, batch: SamplingBatch, agree: Tensor) -> None:
+    """Compare the logprobs of named tokens with the reference, and bitwise with the draw."""
+    both = agree[batch.named.rows]
+    torch.testing.assert_close(
+        drawn.named_logprobs[both],
+        expected.named_logprobs[both],
+        rtol=1e-5,
+        atol=2e-5,
+        equal_nan=True,
+    )
+    own = batch.named.ids == drawn.token_ids[batch.named.rows]
+    samples = batch.named.rows[own]
+    values = torch.stack([drawn.logprobs, drawn.raw_logprobs], dim=1)[samples]
+    assert torch.equal(drawn.named_logprobs[own].nan_to_num(9e9), values.nan_to_num(9e9))
 
 
 def hidden_and_weight(
@@ -98,7 +119,7 @@ def test_same_tokens_as_the_reference_on_the_same_logits(
 ) -> None:
     rng = random.Random(seed)
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)) * 3
-    requests = random_requests(rng, 20, 3, vocab, top_logprobs=min(4, vocab))
+    requests = random_requests(rng, 20, 3, vocab, named=True, top_logprobs=min(4, vocab))
     batch = replace(sampling_batch(requests), any_raw=True, any_kept=True)
     drawn = CpuHead(kernels, 2).sample_logits(logits, batch)
     expected = reference.sample(logits, batch)
@@ -113,6 +134,7 @@ def test_same_tokens_as_the_reference_on_the_same_logits(
             getattr(drawn, name)[agree], getattr(expected, name)[agree], rtol=1e-5, atol=2e-5
         )
     assert torch.equal(drawn.top_ids[agree], expected.top_ids[agree])
+    assert_same_named(drawn, expected, batch, agree)
 
 
 def test_unknown_plan_column_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +159,7 @@ def test_draws_of_hidden_rows_are_those_of_their_logits(
     kernels: ctypes.CDLL, vocab: int, dtype: torch.dtype
 ) -> None:
     hidden, weight = hidden_and_weight(vocab, 7, 5, dtype)
-    requests = random_requests(random.Random(vocab), 24, 5, vocab, top_logprobs=3)
+    requests = random_requests(random.Random(vocab), 24, 5, vocab, named=True, top_logprobs=3)
     batch = replace(sampling_batch(requests), any_kept=True)
     logits = CpuHead(kernels, 2).logits(hidden, weight, CAPPED)
     streamed = CpuHead(kernels, 2).sample(hidden, weight, CAPPED, batch)
@@ -359,7 +381,7 @@ def test_head_has_same_bits_on_all_instruction_sets(dtype: torch.dtype, law: Law
         pytest.skip("this machine has one instruction set only")
     hidden, weight = hidden_and_weight(8193, 31, 6, dtype)
     hidden[5, 0] = math.nan
-    requests = random_requests(random.Random(6), 60, 6, 8193, top_logprobs=3)
+    requests = random_requests(random.Random(6), 60, 6, 8193, named=True, top_logprobs=3)
     draws = {
         name: CpuHead(built(name), 2).sample(hidden, weight, CAPPED, _raw(requests))
         for name in builds

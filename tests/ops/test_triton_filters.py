@@ -70,7 +70,9 @@ def test_same_draws_and_masks_as_the_reference(
     """top_k and min_p match to the token, top_p wherever no prefix is within rounding of the
     threshold.
     """
-    batch = masked(random_requests(random.Random(seed), 6, 3, vocab, top_logprobs=min(3, vocab)))
+    batch = masked(
+        random_requests(random.Random(seed), 6, 3, vocab, named=True, top_logprobs=min(3, vocab))
+    )
     logits = rows(3, vocab, seed, scale)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filters, "CAPACITY", capacity)

@@ -51,6 +51,9 @@ def assert_agree(drawn: Draw, expected: Draw) -> None:
         torch.testing.assert_close(
             getattr(drawn, name), getattr(expected, name), rtol=1e-5, atol=1e-5
         )
+    torch.testing.assert_close(
+        drawn.named_logprobs, expected.named_logprobs, rtol=1e-5, atol=1e-5, equal_nan=True
+    )
     assert (drawn.kept is None) == (expected.kept is None)
     if drawn.kept is not None and expected.kept is not None:
         assert torch.equal(drawn.kept, expected.kept)
@@ -198,7 +201,7 @@ def test_kept_mass_of_a_mask_may_be_tiny(temperature: float, options: dict[str, 
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES), data=st.data())
 def test_sample_has_same_bits_in_any_batch(seed: int, vocab: int, data: st.DataObject) -> None:
-    requests = random_requests(random.Random(seed), 6, 3, vocab)
+    requests = random_requests(random.Random(seed), 6, 3, vocab, named=True)
     logits = rows(3, vocab, seed)
     together = sampling.draw(logits, raw(requests))
     order = data.draw(st.permutations(range(6)))

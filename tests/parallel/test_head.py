@@ -28,7 +28,12 @@ from tests.parallel.thread_group import ThreadGroup
 
 HIDDEN, ROWS, UNIT = 24, 5, 1536
 PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-KINDS: dict[str, dict[str, Any]] = {"plain": PLAIN, "mixed": {}, "top": {"top_logprobs": 3}}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": PLAIN,
+    "mixed": {},
+    "top": {"top_logprobs": 3},
+    "named": {"named": True},
+}
 BACKENDS = ["reference", pytest.param("cpu", marks=NEEDS_COMPILER)]
 
 

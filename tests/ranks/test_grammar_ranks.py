@@ -37,7 +37,9 @@ GRAMMARS = [
     replace(Grammar.regex("[0-9]{5}"), after="t", opened_by="a"),
     replace(Grammar.choice(["yes", "no", "neither"]), after="t"),
 ]
+THOUGHT = [30, 86, 74, 75, 80, 77, 32]  # "<think>"
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 20, 7, 40, 33, 2, 9)]
+PROMPTS[2] += THOUGHT
 
 
 def params_of(index: int) -> SamplingParams:
@@ -47,6 +49,8 @@ def params_of(index: int) -> SamplingParams:
         temperature=(1.0, 0.7, 0.0)[index % 3],
         top_p=0.9 if index % 2 else 1.0,
         grammar=GRAMMARS[index % len(GRAMMARS)],
+        thinking_token_budget=4 if index == 2 else None,
+        bad_words=("1", "23") if index in (1, 2, 5) else (),
     )
 
 

@@ -17,7 +17,7 @@ from nano_inference.remote import process_client
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.in_process import InProcessClient
 from nano_inference.remote.process_client import ProcessClient
-from nano_inference.server import server as server_module
+from nano_inference.server import hosted
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
@@ -44,7 +44,7 @@ def _load_equal_tokenizers_once() -> Iterator[None]:
         return load_once(folders.setdefault(content, folder))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_module, "load_tokenizer", load)
+        patch.setattr(hosted, "load_tokenizer", load)
         yield
 
 

@@ -23,6 +23,7 @@ from nano_inference.remote.messages import (
     Returned,
     ToEngine,
 )
+from nano_inference.server.hosted import ModelSource
 from nano_inference.text.detokenizer import OutputText
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import (
@@ -347,6 +348,11 @@ def _top_of(token_id: int, first: float, count: int) -> TopLogprobs:
         tuple((token_id + i) % 49152 for i in range(count)),
         tuple(first - 0.5 * i for i in range(count)),
     )
+
+
+def sources(client: EngineClient) -> list[ModelSource]:
+    """Return the sources of a server with this engine."""
+    return [ModelSource((), lambda: client)]
 
 
 def with_template(folder: Path, template: str | None) -> Path:

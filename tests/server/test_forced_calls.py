@@ -8,9 +8,10 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from tokenizers import Tokenizer
 
 from nano_inference.config import EngineConfig
-from nano_inference.server.api.parsing.tool_parsers import TOOL_FORMATS
+from nano_inference.server.api.parsing.tool_formats import TOOL_FORMATS
 from nano_inference.server.api.shared.sampling import may_ask_for_grammar
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
@@ -52,7 +53,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=TOOL_FORMATS)
+# a format for each encoding of arguments
+FORMATS = ["hermes", "llama", "mistral", "qwen3_coder", "gemma4"]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
 def url(model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     config = EngineConfig(str(model), num_threads=1, kv_cache_memory=2**22, seed=0)
     server = ServerConfig(port=0, in_process=True, tool_format=request.param)
@@ -86,6 +91,39 @@ def streamed(url: str, body: dict[str, Any]) -> tuple[Any, str, list[tuple[str, 
                     calls.append([call["function"]["name"], ""])
                 calls[call["index"]][1] += call["function"]["arguments"]
     return content or None, reason, [(name, arguments) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("name", ["gemma4", "kimi_k2", "mistral_args"])
+def test_markers_may_be_special_tokens(name: str, tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path, seed=0)
+    write_tokenizer(folder, TEMPLATE)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    form = TOOL_FORMATS[name]
+    backend.add_special_tokens([each for each in form.markers if each[0] in "<["])
+    backend.save(str(folder / "tokenizer.json"))
+    config = EngineConfig(str(folder), num_threads=1, kv_cache_memory=2**22, seed=0)
+    with running_server(config, ServerConfig(port=0, in_process=True, tool_format=name)) as url:
+        for read in (whole, streamed):
+            for stop in (None, "@@"):
+                body = asks("required", parallel_tool_calls=False, stop=stop)
+                content, reason, calls = read(url, body)
+                assert (content, reason, len(calls)) == (None, "tool_calls", 1)
+                require_valid(calls)
+
+
+def test_tool_that_no_call_can_carry_is_rejected_at_once(model: Path) -> None:
+    config = EngineConfig(str(model), num_threads=1, kv_cache_memory=2**22, seed=0)
+    server = ServerConfig(port=0, in_process=True, tool_format="qwen3_coder")
+    odd = {"type": "object", "properties": {"a>": {"type": "integer"}}}
+    with running_server(config, server) as url:
+        for name, parameters, problem in (
+            ("f", odd, "cannot carry the parameter 'a>' of tool 'f'"),
+            ("f g", WEATHER, "cannot carry the name 'f g'"),
+        ):
+            body = CHAT | {"tools": [function(name, parameters)], "tool_choice": "auto"}
+            error = post(f"{url}/v1/chat/completions", body, 400)["error"]
+            assert problem in error["message"]
+            assert error["param"] == "tools"
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from openai import OpenAI
 from nano_inference.server.main import running_server
 from tests.server.harmony import harmony_tokenizer
 from tests.server.scripted import Script, ScriptedClient
+from tests.structured.vocabularies import accepts
 
 ASSISTANT = "<|start|>assistant"
 THOUGHT = "<|channel|>analysis<|message|>The weather? I ask.<|end|>"
@@ -193,9 +194,31 @@ def test_written_out_markers_are_text(chat: OpenAI, engine: ScriptedClient) -> N
     assert ids.count(start) == 3  # from the system, the user and the assistant
 
 
-def test_forced_calls_are_refused_by_name(chat: OpenAI, engine: ScriptedClient) -> None:
-    with pytest.raises(openai.BadRequestError, match="format harmony cannot be forced"):
-        ask(chat, tools=TOOLS, tool_choice="required")
+def test_calls_are_forced_after_thoughts(chat: OpenAI, engine: ScriptedClient) -> None:
+    engine.script = Script(CALL)
+    ask(chat, tools=TOOLS, tool_choice="required")
+    grammar = engine.requests[-1].params.grammar
+    assert grammar is not None
+    call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}'
+    thought = f"<|channel|>analysis<|message|>Hm.<|end|>{ASSISTANT}"
+    for text, expected in [
+        (call, True),
+        (thought + call, True),
+        (thought + thought + call, True),
+        (call.replace("weather", "x"), False),
+        (call.replace('"Rome"', "{}"), False),
+        (thought, False),
+        ("<|channel|>final<|message|>Hi.", False),
+        ("Hi.", False),
+    ]:
+        assert accepts(grammar, text, engine.tokenizer) == expected
+
+
+def test_call_is_not_forced_within_a_message(chat: OpenAI) -> None:
+    begun: Any = {"role": "assistant", "content": "It is sunny"}
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    with pytest.raises(openai.BadRequestError, match="cannot be forced in the middle of a message"):
+        ask(chat, [ASKED, begun], tools=TOOLS, tool_choice="required", extra_body=more)
 
 
 def test_schema_begins_behind_the_final_channel(chat: OpenAI, engine: ScriptedClient) -> None:

@@ -45,7 +45,7 @@ from nano_inference.server.server import Server
 from nano_inference.types import SamplingParams
 from tests.fleet.fleets import Made
 from tests.server.engines import stats_with
-from tests.server.scripted import Script, ScriptedClient
+from tests.server.scripted import Script, ScriptedClient, sources
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -239,7 +239,7 @@ def test_strange_host_is_not_repeated(url: str) -> None:
 def all_routes() -> dict[str, dict[str, str]]:
     """Return the routes of a server with trainers' routes and replicas."""
     config = ServerConfig(rl=True, replicas=2)
-    server = Server(config, Made(2, Script()).client)
+    server = Server(config, sources(Made(2, Script()).client))
     app = build_routes(server, PROTOCOLS | RL_PROTOCOLS, (*ROUTES, *RL_ROUTES))
     shown = {r.path_format for r in app.routes if isinstance(r, APIRoute) and r.include_in_schema}
     found = {path: dict(methods) for path, methods in routes_of(app).items()}

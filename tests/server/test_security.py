@@ -22,7 +22,7 @@ from nano_inference.text import chat as chat_module
 from nano_inference.text import control_tokens
 from nano_inference.text import tokenizer as tokenizer_module
 from tests.server.http.test_edge import check_error
-from tests.server.scripted import Script, ScriptedClient
+from tests.server.scripted import Script, ScriptedClient, sources
 
 ROOT = Path(__file__).parents[2]
 
@@ -436,7 +436,7 @@ def test_routes_are_all_inside_the_layers() -> None:
 
     from nano_inference.server.server import Server
 
-    app = build_app(Server(ServerConfig(), ScriptedClient()), PROTOCOLS, ROUTES)
+    app = build_app(Server(ServerConfig(), sources(ScriptedClient())), PROTOCOLS, ROUTES)
     asyncio.run(app({"type": "websocket", "path": "/v1/completions", "headers": []}, None, None))  # pyright: ignore[reportArgumentType]
 
 

@@ -18,7 +18,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import PROTOCOLS, ROUTES, running_server
 from tests.models.tiny import tiny_llama
 from tests.server.http.test_edge import check_error
-from tests.server.scripted import ScriptedClient
+from tests.server.scripted import ScriptedClient, sources
 
 BYSTANDERS = 4
 CANCELLED = 200
@@ -239,9 +239,9 @@ def test_fuzzing_covers_all_routes_with_bodies() -> None:
     from nano_inference.server.app import build_routes
     from nano_inference.server.server import Server
 
-    paths = build_routes(Server(ServerConfig(), ScriptedClient()), PROTOCOLS, ROUTES).openapi()[
-        "paths"
-    ]
+    paths = build_routes(
+        Server(ServerConfig(), sources(ScriptedClient())), PROTOCOLS, ROUTES
+    ).openapi()["paths"]
     assert {path for path in paths if "post" in paths[path]} - {"/flush_cache"} == set(VALID)
 
 

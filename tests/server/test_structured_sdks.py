@@ -35,12 +35,13 @@ class Pet(BaseModel):
 ASK: Any = [{"role": "user", "content": "A pet, please."}]
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module", params=["hermes", "qwen3_coder"])
+def url(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[str]:
     folder: Path = tiny_llama(tmp_path_factory.mktemp("sdks"), seed=0, max_position=4096)
     write_tokenizer(folder, TEMPLATE)
     config = EngineConfig(str(folder), num_threads=1, kv_cache_memory=2**24, seed=0)
-    with running_server(config, ServerConfig(port=0, in_process=True, tool_format="hermes")) as url:
+    server = ServerConfig(port=0, in_process=True, tool_format=request.param)
+    with running_server(config, server) as url:
         yield url
 
 

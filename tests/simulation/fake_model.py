@@ -182,6 +182,9 @@ class FakeRunner:
         del self.versions[weight_set]
         self.num_dropped += 1
 
+    def logits(self, result: FakeResult, rows: Any) -> Any:
+        raise NotImplementedError("this model has no logits processors")
+
     def sample(self, result: FakeResult, batch: SamplingBatch[Any]) -> FakeSampled:
         rows, keys = batch.rows.tolist(), batch.noise_keys.tolist()
         self.contexts |= {

@@ -39,8 +39,8 @@ def byte_tokenizer(folder: Path) -> Tokenizer:
 
 
 def with_tokenizer(folder: Path) -> Path:
-    """Add a tokenizer to a model's folder, so that it supports grammars."""
-    write_tokenizer(folder, None)
+    """Add a tokenizer to a model's folder, so that it supports grammars and budgets of thought."""
+    write_tokenizer(folder, "{{ messages }}<think>")
     return folder
 
 

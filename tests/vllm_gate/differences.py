@@ -53,7 +53,6 @@ _ECHO = ("completions/echo-*logprobs*",)
 DIFFERENCES = (
     # -- other answers
     Difference("set `n` above 1 at temperature 0", ("*/n-greedy",), "[-+] status: .*"),
-    Difference("You get a 400 for `bad_words`", ("*/bad-words",), "[-+] status: .*"),
     Difference("`logit_bias` beyond 100", ("*/bias-over",), "[-+] status: .*"),
     Difference(
         "| `prompt_logprobs` in a stream | in the last chunk.",

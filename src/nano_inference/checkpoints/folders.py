@@ -12,6 +12,7 @@ from nano_inference.checkpoints.gguf.file import (
     describe_gguf,
     described_by,
     gguf_in,
+    parts_of,
 )
 from nano_inference.checkpoints.names import plain_name
 from nano_inference.errors import ModelLoadError, one_line
@@ -70,6 +71,35 @@ def gguf_of(model_path: str) -> Path | None:
     if (name := plain_name(model_path)) in EMBEDDED_MODELS:
         return find_embedded(name)
     return path if path.suffix == ".gguf" else None
+
+
+def weight_bytes(model_path: str) -> int | None:
+    """Return the bytes of a model's files of weights on this machine. None: they are not here."""
+    try:
+        file = gguf_of(model_path)
+    except ModelLoadError:
+        return None
+    if file is not None:
+        return sum(part.stat().st_size for part in parts_of(file)) if file.is_file() else None
+    folder = local_folder(model_path)
+    if folder is None:
+        return None
+    return sum(each.stat().st_size for each in folder.glob("*.safetensors")) or None
+
+
+def local_folder(model_path: str) -> Path | None:
+    """Return a folder with the model's config.json, or None if it is not on this machine. Does not
+    use the network.
+    """
+    try:
+        if Path(model_path).expanduser().exists() or plain_name(model_path) in EMBEDDED_MODELS:
+            return describe_model(model_path)
+        from huggingface_hub import try_to_load_from_cache  # only here: it is slow to import
+
+        cached = try_to_load_from_cache(model_path, "config.json")
+        return Path(cached).parent if isinstance(cached, str) else None
+    except Exception:  # the engine's construction reports the reason
+        return None
 
 
 def load_spec(folder: Path) -> ModelSpec:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from nano_inference.fields.durations import parse_duration
 from nano_inference.fields.options import choices, is_optional
 
 _UNITS = {
@@ -101,6 +102,8 @@ def _option(field: "Field[Any]", shown: str | None) -> Any:
         settings.pop(name, None)
     if settings.pop("size", False):
         settings |= {"parser": parse_size, "metavar": "SIZE"}
+    if settings.pop("duration", False):
+        settings |= {"parser": _duration, "metavar": "TIME"}
     if aliases := settings.pop("aliases", None):
         names = [str(choice) for choice in choices(field) if choice is not None]
         settings |= {
@@ -147,6 +150,13 @@ def with_flags(text: str, flags: "Flags") -> str:
         as_option,
         text,
     )
+
+
+def _duration(text: str | float) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from problem
 
 
 def _choice(names: list[str], aliases: Mapping[str, str], text: str) -> str:

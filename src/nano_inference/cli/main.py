@@ -97,6 +97,10 @@ COMMANDS = {
         "Measure a server with OpenAI's routes: ours, vLLM, SGLang, llama.cpp.",
         error_code=2,
     ),
+    "make-trace": Row(
+        "nano_bench.traces.command:make_trace",
+        "Write a synthetic trace of agents for bench --trace.",
+    ),
     "run-batch": Row(
         "nano_bench.run_batch:run_batch",
         "Answer a file of requests in OpenAI's batch format.",

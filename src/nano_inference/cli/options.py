@@ -89,9 +89,9 @@ def from_fields(command: Callable[..., None]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         configs = {name: mark.take(values) for name, mark in marked.items()}
         for name, also in named.items():
-            values[name] = _one_model(
-                values.pop(name), values.pop(MODEL_OPTION), also.required and also.missing_is_wrong
-            )
+            argument, option = values.pop(name), values.pop(MODEL_OPTION)
+            required = also.required and also.missing_is_wrong
+            values[name] = _one_model(argument, option, required)
         command(**values, **configs)
 
     # typer reads these two
@@ -114,11 +114,13 @@ class AlsoOption:
         flags: Flags of the option.
         required: True if MODEL names a model on this machine. False: it may be a server's name.
         missing_is_wrong: True if MODEL must be present. False: the command checks that itself.
+        many: True for several models. The command gets a list.
     """
 
     flags: tuple[str, ...] = ("--model",)
     required: bool = True
     missing_is_wrong: bool = True
+    many: bool = False
 
     def parameters(self, argument: inspect.Parameter) -> list[inspect.Parameter]:
         """Return the argument and the option, as typer reads them."""
@@ -129,26 +131,32 @@ class AlsoOption:
             *self.flags,
             metavar="MODEL",
             show_default=False,
-            callback=_checked_argument if self.required else None,
+            callback=(_checked_arguments if self.many else _checked_argument)
+            if self.required
+            else None,
             autocompletion=_embedded_names,
-            help="Same as MODEL.",
+            help="Same as MODEL. May be repeated." if self.many else "Same as MODEL.",
         )
+        kind: Any = list[str] | None if self.many else str | None
         return [
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
-                annotation=Annotated[str | None, info],
+                annotation=Annotated[kind, info],
             )
             for name, info in ((argument.name, info_of_argument), (MODEL_OPTION, option))
         ]
 
 
-def _one_model(argument: str | None, option: str | None, required: bool) -> str | None:
-    if argument is not None and option is not None:
+Named = TypeVar("Named", str, list[str])
+
+
+def _one_model(argument: Named | None, option: Named | None, required: bool) -> Named | None:
+    if argument and option:
         raise typer.BadParameter(f"MODEL is {argument} and --model is {option}; give one.")
-    model = argument if option is None else option
-    if model is None and required:
+    model = option if option else argument
+    if not model and required:
         raise typer.BadParameter("MODEL is missing; try smollm2-135m.")
     return model
 
@@ -264,6 +272,10 @@ def checked(make: Callable[..., Made], *arguments: Any, **values: Any) -> Made:
         raise typer.BadParameter(str(problem)) from problem
 
 
+def _checked_arguments(ctx: typer.Context, models: list[str] | None) -> list[str] | None:
+    return models if not models or ctx.resilient_parsing else [*map(checked_model, models)]
+
+
 _MODEL_ARGUMENT = typer.Argument(
     metavar="MODEL",
     show_default=False,
@@ -275,7 +287,17 @@ Model = Annotated[str, _MODEL_ARGUMENT]
 # other engines call the argument --model
 OneModel = Annotated[str, _MODEL_ARGUMENT, AlsoOption()]
 MaybeModel = Annotated[str | None, _MODEL_ARGUMENT, AlsoOption(missing_is_wrong=False)]
-ModelToServe = Annotated[str, _MODEL_ARGUMENT, AlsoOption(("--model", "-m"))]
+ModelsToServe = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL...",
+        show_default=False,
+        autocompletion=_embedded_names,
+        callback=_checked_arguments,
+        help="Models to serve: Hugging Face folders, hub ids, .gguf files, or smollm2-135m.",
+    ),
+    AlsoOption(("--model", "-m"), many=True),
+]
 ModelOrServed = Annotated[
     str | None,
     typer.Argument(

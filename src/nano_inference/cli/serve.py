@@ -1,4 +1,4 @@
-"""`nano-inference serve`: a model behind OpenAI's and Anthropic's HTTP interfaces."""
+"""`nano-inference serve`: models behind OpenAI's, Anthropic's and Ollama's HTTP interfaces."""
 
 import importlib.util
 import logging
@@ -30,7 +30,7 @@ _Engine = Annotated[
 
 @options.from_fields
 def serve(
-    model: options.ModelToServe,
+    models: options.ModelsToServe,
     *,
     server: _Server,
     chat_template: Annotated[
@@ -78,17 +78,19 @@ def serve(
     debug: options.Debug = False,
     help_all: HelpAll = False,
 ) -> None:
-    """Serve a model over HTTP.
+    """Serve models over HTTP.
 
-    Serves OpenAI's and Anthropic's routes until Ctrl-C or SIGTERM. docs/server.md has a quick start
-    for each client.
+    Serves OpenAI's, Anthropic's and Ollama's routes until Ctrl-C or SIGTERM. Several models are
+    loaded when requests name them. docs/server.md has a quick start for each client.
 
     Examples:
 
     nano-inference serve smollm2-135m --port 8000
     nano-inference serve smollm2-135m --rl --replicas 2
+
+    nano-inference serve smollm2-135m gemma3-270m --max-loaded 1 --idle-unload 10m
     """
-    require_packages(_NEEDED, "the server", model, "server")
+    require_packages(_NEEDED, "the server", models[0], "server")
     from nano_inference.remote.log_lines import set_up_logs
     from nano_inference.server.api.parsing import chat_format
     from nano_inference.server.listening import require_free
@@ -101,20 +103,26 @@ def serve(
     server["admin_key"] = _one_key(server["admin_key"], admin_key_file)
     server["chat_template"] = read_template(chat_template) if chat_template else None
     config = options.checked(ServerConfig, **server)
-    engine_config = options.engine_config(model, engine)
+    engines = [options.engine_config(model, engine) for model in models]
     if ray_address is not None and not on_ray:
         raise typer.BadParameter(f"--ray-address {ray_address} requires --ray.")
     if config.uds is None:
         require_free(config.host, config.port)
     set_up_logs(config.log_level, config.log_format)
-    logging.getLogger("nano_inference.server").info("loading %s", model)
     if on_ray:
-        engine_config = with_plain_weights(engine_config) if config.rl else engine_config
+        if len(engines) > 1:
+            raise typer.BadParameter("--ray serves one model.")
+        engine_config = with_plain_weights(engines[0]) if config.rl else engines[0]
+        logging.getLogger("nano_inference.server").info("loading %s", models[0])
         _serve_on_ray(engine_config, config, ray_address)
         return
     from nano_inference.server.main import serve as run
+    from nano_inference.server.main import sources_of
 
-    run(engine_config, config)
+    options.checked(sources_of, engines, config)  # rejects options that cannot be combined
+    if len(engines) == 1:
+        logging.getLogger("nano_inference.server").info("loading %s", models[0])
+    run(engines, config)
 
 
 def _serve_on_ray(engine: EngineConfig, config: ServerConfig, address: str | None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 
 from nano_inference.core.decision import SchedulerOutput
+from nano_inference.core.named_ids import named_logprobs
 from nano_inference.core.sequence import POLICY, Sequence, Sequences, SequenceStatus
 from nano_inference.core.stopping import (
     LENGTH,
@@ -57,6 +58,8 @@ class SampledTokens:
     masks: Listed[Listed[int]] | None = None
     top: Listed[tuple[Listed[int], Listed[float]]] | None = None  # best tokens and their logprobs
     scores: Listed[float] = ()
+    # float32 logprobs of the rows' `logprob_token_ids`: as drawn, and the model's own
+    named: tuple[bytes, bytes] | None = None
     # like `top`, for the rows in `ForwardBatch.best_rows`
     score_best: Listed[tuple[Listed[int], Listed[float]]] = ()
 
@@ -138,12 +141,13 @@ def commit(
     finished: list[tuple[Sequence, Finish]] = []
     followed: list[Sequence] = []
     masked, size = sampled.masks is not None, cache.block_size
+    named = _named_of(owners, sampled.named)
     for row, seq in _rows_that_count(owners, drafts, cache):
         finish = NOT_FINITE if not math.isfinite(sampled.logprobs[row]) else None
         if masked and finish is None:
             finish = _take_mask(seq, row, sampled)
         if finish is None:
-            _append(seq, row, sampled, sequences.versions[seq.weight_set])
+            _append(seq, row, sampled, sequences.versions[seq.weight_set], named.get(row))
             finish = _grow_text(seq) if seq.output_text is not None else None
             if len(seq.token_ids) % size == 0:  # another block is full
                 seq.prefix.extend(seq.token_ids, size)
@@ -162,6 +166,17 @@ def commit(
     for seq in dict.fromkeys(owners[row] for row in drafts):
         _give_back_blocks(seq, cache)
     return finished + _fill_masks(followed, sequences, cache)
+
+
+def _named_of(
+    owners: Listed[Sequence], named: tuple[bytes, bytes] | None
+) -> dict[int, tuple[bytes, bytes]]:
+    """Return the logprobs of named ids by row: as drawn, and the model's own."""
+    if named is None:
+        return {}
+    ends = list(itertools.accumulate(4 * len(s.request.params.logprob_token_ids) for s in owners))
+    spans = enumerate(itertools.pairwise([0, *ends]))
+    return {row: (named[0][a:b], named[1][a:b]) for row, (a, b) in spans if b > a}
 
 
 def _fill_masks(
@@ -251,7 +266,10 @@ def commit_scores(
         sample = seq.request.scored_sample
         if sample is not None and seq.num_scored == len(seq.request.scored):
             retire(seq, sequences, cache)
-            done.append(replace(sample, ref_logprobs=tuple(seq.scores)))
+            best_of_all = tuple(seq.score_best) if seq.request.num_best else None
+            done.append(
+                replace(sample, ref_logprobs=tuple(seq.scores), prompt_top_logprobs=best_of_all)
+            )
     return done
 
 
@@ -354,13 +372,15 @@ def training_samples(
             finish_reason=finish.reason,
             stop_reason=finish.stop_reason,
             weight_versions=spans,
-            prompt_logprobs=(math.nan, *seq.scores) if params.prompt_logprobs else None,
+            prompt_logprobs=(math.nan, *seq.scores[:: request.score_width])
+            if params.prompt_logprobs
+            else None,
             raw_logprobs=tuple(seq.output_raw_logprobs) if params.raw_logprobs else None,
             log_kept_mass=tuple(seq.output_log_kept_mass),
             sampling_mask=seq.mask.whole() if params.sampling_mask else None,
             top_logprobs=tuple(seq.output_top) if params.top_logprobs else None,
             text=text,
-            numerics=numerics,
+            numerics=params.numerics(numerics),
             seed=request.seed,
             sample_index=index,
             request_id=seq.request_id,
@@ -373,6 +393,7 @@ def training_samples(
             prompt_top_logprobs=(_NOTHING, *seq.score_best) if params.prompt_top_logprobs else None,
             routed_experts=None if isinstance(experts, str) else experts,
             routed_experts_unknown=experts if isinstance(experts, str) else None,
+            **named_logprobs(seq),
         )
         for index in range(seq.sample_index, seq.sample_index + seq.num_samples)
     ]
@@ -416,7 +437,13 @@ def _num_slid(computed: int, cache: KVCacheManager) -> int:
     return cache.layout.num_slid(computed, cache.block_size)
 
 
-def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> None:
+def _append(
+    seq: Sequence,
+    row: int,
+    sampled: SampledTokens,
+    version: int,
+    named: tuple[bytes, bytes] | None = None,
+) -> None:
     starts, params = seq.version_starts, seq.request.params
     if not starts or starts[-1][0] != version:
         starts.append((version, seq.num_completion_tokens))
@@ -425,6 +452,8 @@ def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> No
     ):
         seq.adapter_starts.append((seq.adapter.version, seq.num_completion_tokens))
     seq.append_token(sampled.token_ids[row], sampled.logprobs[row], sampled.log_kept_mass[row])
+    if named is not None:
+        seq.append_named(*named)
     if params.raw_logprobs:
         seq.output_raw_logprobs.append(sampled.raw_logprobs[row])
     if sampled.top is not None and params.top_logprobs:

@@ -9,10 +9,12 @@ from typing import Any, Generic, NamedTuple
 import numpy as np
 
 from nano_inference.core.decision import SchedulerOutput
+from nano_inference.core.failures import NoTokenLeft
 from nano_inference.core.sequence import Sequence, Sequences
 from nano_inference.sampling.columns import A, Arrays, column
 from nano_inference.sampling.drafted import NO_DRAFTS, Drafts
 from nano_inference.sampling.sampling_batch import (
+    Biases,
     Masks,
     SamplingBatch,
     SamplingTable,
@@ -39,7 +41,7 @@ class Scored(NamedTuple):
     def targets(self) -> Listed[int]:
         """Tokens to score, row by row."""
         request = self.seq.request
-        if not request.score_targets:
+        if not len(request.score_targets):
             return self.seq.token_ids[self.start + 1 : self.end + 1]
         first = request.scored.start
         rows = request.score_targets[self.start - first : self.end - first]
@@ -124,7 +126,7 @@ _RECORD = np.dtype(
         ("least", np.int64),  # tokens that the sequence needs before it may stop
         ("scored", np.bool_),  # some rows need scores
         ("undrawn", np.bool_),  # the `SamplingTable` lacks its parameters
-        ("structured", np.bool_),  # has a grammar
+        ("structured", np.bool_),  # has a grammar, or rules
         ("adapted", np.bool_),  # has an adapter
     ],
     align=True,  # unaligned, gathering the integers takes three times as long
@@ -136,8 +138,8 @@ def _record(seq: Sequence) -> tuple[int, int, bool, bool, bool, bool]:
     request = seq.request
     prompt = request.num_prompt_tokens
     least = prompt + request.params.min_tokens
-    has_grammar, has_adapter = seq.grammar is not None, seq.adapter is not None
-    return prompt, least, bool(request.scored), True, has_grammar, has_adapter
+    has_masks = seq.grammar is not None or seq.rules is not None
+    return prompt, least, bool(request.scored), True, has_masks, seq.adapter is not None
 
 
 class BatchBuilder(Generic[A]):
@@ -226,17 +228,29 @@ class BatchBuilder(Generic[A]):
         )
 
     def masks(self, chunks: "Chunks") -> Masks:
-        """Return the masks of samples that have a grammar, with the sample's index."""
+        """Return the masks of samples that have a grammar or rules, with the sample's index.
+
+        Raises `NoTokenLeft`.
+        """
         masks: list[tuple[int, np.ndarray]] = []
         for index in np.flatnonzero(self._records["structured"][chunks.slots]).tolist():
-            grammar: Any = chunks.sampled[index].grammar
-            masks.append((index, grammar.mask_behind(len(chunks.behind.get(index, ())))))
+            seq, drafts = chunks.sampled[index], chunks.behind.get(index, ())
+            words: Any = None if seq.grammar is None else seq.grammar.mask_behind(len(drafts))
+            if seq.rules is not None:
+                words = seq.rules.mask(seq.token_ids, drafts, words)
+                if words is not None and not words.any():
+                    raise NoTokenLeft("bad_words left no token to draw")
+            if words is not None:
+                masks.append((index, words))
         return masks
 
-    def sampling_batch(self, chunks: "Chunks", masks: Masks) -> SamplingBatch[A]:
+    def sampling_batch(
+        self, chunks: "Chunks", masks: Masks, biases: Biases = ()
+    ) -> SamplingBatch[A]:
         """Return the draw of a step, once the tokens before it are known.
 
         The logits of the step's batches are concatenated. `masks` is the result of `masks()`.
+        `biases` are added to logits.
 
         Parameters are read here and not before the forward pass, so bad parameters of one sequence
         stop no forward pass.
@@ -260,7 +274,7 @@ class BatchBuilder(Generic[A]):
             if index in banned and not bans_under(words, banned[index]):
                 del banned[index]
         return self._draws.batch(
-            chunks.slots, chunks.rows, chunks.positions, banned, masks, chunks.behind
+            chunks.slots, chunks.rows, chunks.positions, banned, masks, chunks.behind, biases
         )
 
     def _build(

@@ -24,12 +24,15 @@ class Demand(NamedTuple):
             raw logprob, one id of a sampling mask, a count for penalties. Further ids of a mask are
             counted as they arrive.
         parameters: Number of ids in `logit_bias`, `allowed_token_ids` and `stop_token_ids`, plus
-            the characters of `stop`.
+            the characters of `stop` and `bad_words`.
         scores_prompt: True if `prompt_logprobs` are requested.
         counts_prompt: True if each sample counts the prompt's tokens (`repetition_penalty`).
         repeats_prompt: True if the response repeats the prompt's data with each sample.
         routed: Entries of `routed_experts` for each token, prompt tokens included. Expert ids are
             small, so one entry covers `IDS_OF_AN_ENTRY` ids.
+        named: Number of `logprob_token_ids`.
+        prompt_named: Number of `prompt_logprob_token_ids` at a position.
+        raw: True if raw logprobs of `logprob_token_ids` are returned too.
     """
 
     prompt: int
@@ -43,6 +46,9 @@ class Demand(NamedTuple):
     counts_prompt: bool = False
     repeats_prompt: bool = False
     routed: int = 0
+    named: int = 0
+    prompt_named: int = 0
+    raw: bool = False
 
     def entries(self) -> int:
         """Return the cost of the request.
@@ -71,6 +77,8 @@ def demand_of(
             them.
     """
     ids = len(params.logit_bias) + len(params.allowed_token_ids or ()) + len(params.stop_token_ids)
+    rows = params.prompt_logprob_token_ids
+    ids += len(params.logprob_token_ids) + sum(map(len, rows))
     return Demand(
         prompt=prompt_len,
         num_samples=num_samples,
@@ -78,11 +86,14 @@ def demand_of(
         top_logprobs=params.top_logprobs,
         prompt_top_logprobs=params.prompt_top_logprobs,
         numbers=1 + params.raw_logprobs + params.sampling_mask + params.penalizes,
-        parameters=ids + sum(map(len, params.stop)),
+        parameters=ids + sum(map(len, (*params.stop, *params.bad_words))),
         scores_prompt=params.prompt_logprobs,
         counts_prompt=params.repetition_penalty != 1,
         repeats_prompt=repeats_prompt,
         routed=-(-experts // IDS_OF_AN_ENTRY) if params.routed_experts else 0,
+        named=len(params.logprob_token_ids),
+        prompt_named=max(map(len, rows), default=0),
+        raw=params.raw_logprobs,
     )
 
 
@@ -122,24 +133,28 @@ _NAMES: Names = {
     "max_tokens": "max_tokens",
     "top_logprobs": "top_logprobs",
     "prompt_top_logprobs": "prompt_top_logprobs",
-    "parameters": "the total size of logit_bias, allowed_token_ids, stop_token_ids and stop",
+    "parameters": "the total size of logit_bias, allowed_token_ids, stop_token_ids, stop, "
+    "bad_words, logprob_token_ids and prompt_logprob_token_ids",
+    "named": "the number of logprob_token_ids",
+    "prompt_named": "the number of prompt_logprob_token_ids per position",
 }
 # Fields that lower each part of the cost, in order of preference.
 _LEVERS = {
-    "prompt": ("prompt_top_logprobs", "num_samples", "prompt"),
-    "completions": ("top_logprobs", "max_tokens", "num_samples"),
+    "prompt": ("prompt_top_logprobs", "prompt_named", "num_samples", "prompt"),
+    "completions": ("top_logprobs", "named", "max_tokens", "num_samples"),
     "parameters": ("num_samples", "parameters"),
     "routed": ("num_samples", "max_tokens", "prompt"),
 }
 
 
 def _parts(demand: Demand) -> dict[str, int]:
-    prompt = demand.prompt * (1 + demand.scores_prompt + demand.prompt_top_logprobs)
+    scores = demand.scores_prompt + demand.prompt_top_logprobs + demand.prompt_named
+    prompt = demand.prompt * (1 + scores)
     return {
         "prompt": prompt * (demand.num_samples if demand.repeats_prompt else 1),
         "completions": demand.num_samples
         * demand.max_tokens
-        * (demand.numbers + demand.top_logprobs),
+        * (demand.numbers + demand.top_logprobs + demand.named * (1 + demand.raw)),
         "parameters": demand.num_samples
         * (demand.parameters + demand.counts_prompt * demand.prompt),
         "routed": demand.num_samples * (demand.prompt + demand.max_tokens) * demand.routed,

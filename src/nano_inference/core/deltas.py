@@ -2,8 +2,9 @@
 
 import itertools
 
+from nano_inference.core.named_ids import of_rows
 from nano_inference.core.sequence import Sequence
-from nano_inference.types import Delta, TrainingSample, VersionSpan
+from nano_inference.types import Delta, LogprobMatrix, TrainingSample, VersionSpan
 
 
 def next_delta(seq: Sequence, before: int, text: str | None) -> Delta:
@@ -62,6 +63,7 @@ def _delta(
         log_kept_mass=tuple(seq.output_log_kept_mass[new]) if params.cuts else None,
         weight_version=version,
         past_versions=past,
+        **of_rows(seq, new),
         adapter_version=next(
             (version for version, start in reversed(seq.adapter_starts) if start <= begin < end), 0
         ),
@@ -82,6 +84,12 @@ def last_delta(sample: TrainingSample, queued: float) -> Delta:
         finished=sample,
         top_logprobs=None if sample.top_logprobs is None else (),
         raw_logprobs=None if sample.raw_logprobs is None else (),
+        token_id_logprobs=_no_rows(sample.token_id_logprobs),
+        raw_token_id_logprobs=_no_rows(sample.raw_token_id_logprobs),
         cached_tokens=sample.cached_tokens,
         queued=queued,
     )
+
+
+def _no_rows(matrix: LogprobMatrix | None) -> LogprobMatrix | None:
+    return None if matrix is None else matrix.rows(0, 0)

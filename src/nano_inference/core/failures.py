@@ -12,6 +12,14 @@ class DeviceHangs(NanoInferenceError):
     """The device did not finish its work before the deadline."""
 
 
+class SampleFailure(NanoInferenceError):
+    """One sample cannot continue. Its message becomes the sample's `stop_reason`."""
+
+
+class NoTokenLeft(SampleFailure):
+    """Masks forbid every token."""
+
+
 def is_out_of_memory(problem: BaseException) -> bool:
     """Return True for torch's error that a device has no memory left."""
     return "OutOfMemoryError" in _kinds(problem)

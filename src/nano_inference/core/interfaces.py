@@ -48,6 +48,10 @@ class Runner(Protocol):
         """Launch a forward pass and return its result, which `sample` draws from."""
         ...
 
+    def logits(self, result: Any, rows: Any) -> Any:
+        """Return rows of a result's logits on the host: int64 [n] -> float32 [n, V]."""
+        ...
+
     def sample(self, result: Any, batch: SamplingBatch[Any]) -> Pending:
         """Launch the draw of a step's samples."""
         ...

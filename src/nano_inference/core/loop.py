@@ -31,6 +31,7 @@ from nano_inference.core.failures import is_device_failure
 from nano_inference.core.gate import Gate
 from nano_inference.core.interfaces import Drafting, Pending, Returning, Runner
 from nano_inference.core.lifecycle import Event, Lifecycle, after
+from nano_inference.core.logits_processors import LogitsProcessors
 from nano_inference.core.reference_logprobs import ReferenceLogprobs
 from nano_inference.core.request_statuses import request_statuses
 from nano_inference.core.schedule import schedule
@@ -142,6 +143,7 @@ class LoopHooks:
         weights: The policy's weights and its queue of updates.
         start_grammar: Function that attaches a matcher to a new sequence, or posts `GrammarReady`
             once there is one.
+        processors: Logits processors that requests may name.
         drafter: Source of draft tokens. None disables drafts.
         kept_files: Files of kept blocks that were evicted. None: evicted blocks are lost.
         watches: Functions called with every launched step before its draw.
@@ -152,6 +154,7 @@ class LoopHooks:
     gate: Gate = field(default_factory=Gate)
     weights: Weights = field(default_factory=FixedWeights)
     start_grammar: Callable[[Sequence], None] = _no_grammars
+    processors: LogitsProcessors = field(default_factory=LogitsProcessors)
     drafter: Drafting | None = None
     kept_files: Returning | None = None
     watches: tuple[Watch, ...] = ()
@@ -222,7 +225,7 @@ class EngineLoop:
         self.in_flight: deque[Flight] = deque()
         self.inbox: deque[Message] = deque()
         self.gate, self.weights = hooks.gate, hooks.weights
-        self.start_grammar = hooks.start_grammar
+        self.start_grammar, self.processors = hooks.start_grammar, hooks.processors
         self._compiling: set[int] = set()  # ids of sequences without a `GrammarReady` so far
         self.drafter, self.kept_files = hooks.drafter, hooks.kept_files
         self.watches = hooks.watches
@@ -411,7 +414,8 @@ class EngineLoop:
 
     def _draw(self, result: Any, chunks: Chunks) -> Pending:
         masks = self.batches.masks(chunks)
-        sampling = self.batches.sampling_batch(chunks, masks)
+        biases, masks = self.processors.changes(self.runner, result, chunks, masks)
+        sampling = self.batches.sampling_batch(chunks, masks, biases)
         self.clock.lap("build")
         self.runner.announce_draw(chunks, masks)
         pending = self.runner.sample(result, sampling)

@@ -117,6 +117,35 @@ class GrowingGrammar(Protocol):
         ...
 
 
+class OwnRules(Protocol):
+    """Masks that follow from a sample's own tokens.
+
+    A Protocol, because `sampling.token_rules.TokenRules` needs numpy.
+    """
+
+    def mask(
+        self,
+        token_ids: Listed[int],
+        drafts: Listed[int] = (),
+        words: Any = None,
+        end: int | None = None,
+    ) -> Any:
+        """Return the mask of the token after known tokens and drafts, or None for no mask."""
+        ...
+
+    def forced(self, token_ids: Listed[int]) -> tuple[int, ...]:
+        """Return the tokens that must follow."""
+        ...
+
+    def num_allowed(self, token_ids: Listed[int], drafts: Listed[int]) -> int:
+        """Return how many drafts are allowed."""
+        ...
+
+    def fork(self) -> "OwnRules":
+        """Return a copy for another sample with the same past."""
+        ...
+
+
 class ServedAdapter(Protocol):
     """One version of an adapter that computes sequences.
 
@@ -254,7 +283,7 @@ class CheckedRequest:
     @property
     def score_width(self) -> int:
         """Number of scores for each row."""
-        return len(self.score_targets[0]) if self.score_targets else 1
+        return len(self.score_targets[0]) if len(self.score_targets) else 1
 
 
 @dataclass(slots=True, eq=False)
@@ -285,6 +314,7 @@ class Sequence:
         output_text: Text of the sample, if requested.
         stop_string: Stop string that the newest token completed.
         grammar: Grammar that the completion follows, if any.
+        rules: Masks that follow from `token_ids`, if any.
         adapter: Adapter applied on top of the weights, if any.
         is_of_merged: True if the request names the adapter that is merged into the weights, which
             then compute it without `adapter`.
@@ -317,6 +347,7 @@ class Sequence:
     output_text: GrowingText | None = None
     stop_string: str | None = None
     grammar: GrowingGrammar | None = None
+    rules: OwnRules | None = None
     adapter: ServedAdapter | None = None
     is_of_merged: bool = False
     adapter_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -326,6 +357,9 @@ class Sequence:
     mask: GrowingMask = field(default_factory=GrowingMask)
     output_top: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
     routed_experts: RoutedExperts | str | None = None
+    # float32 logprobs of the request's `logprob_token_ids`, token by token
+    output_named: bytearray = field(default_factory=bytearray)
+    output_raw_named: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
         self.most_tokens = self.request.num_prompt_tokens + self.request.params.max_tokens
@@ -421,6 +455,12 @@ class Sequence:
         self.output_logprobs.append(logprob)
         self.output_log_kept_mass.append(log_kept_mass)
 
+    def append_named(self, logprobs: bytes, raw_logprobs: bytes) -> None:
+        """Append the newest token's logprobs of the request's `logprob_token_ids`, float32."""
+        self.output_named += logprobs
+        if self.request.params.raw_logprobs:
+            self.output_raw_named += raw_logprobs
+
     @property
     def oldest_version(self) -> int | None:
         """Oldest version that sampled a token or computed its context, or None before any did."""
@@ -469,6 +509,7 @@ class Sequence:
             contexts=list(self.contexts),
             output_text=output_text,
             grammar=self.grammar.fork() if self.grammar is not None else None,
+            rules=self.rules.fork() if self.rules is not None else None,
             # the fork has no completion token yet
             version_starts=[],
             adapter_starts=[],
@@ -477,6 +518,8 @@ class Sequence:
             output_log_kept_mass=[],
             mask=self.mask.fork(),
             output_top=[],
+            output_named=bytearray(),
+            output_raw_named=bytearray(),
         )
 
 

@@ -6,6 +6,7 @@
 import logging
 from typing import NamedTuple
 
+from nano_inference.core.failures import SampleFailure
 from nano_inference.core.sequence import GrowingText, Sequence
 from nano_inference.types import ERROR, FinishReason
 
@@ -84,6 +85,8 @@ def failure(seq: Sequence, what: str, problem: Exception) -> Finish:
         what: The part that raised: "the draw", "the text".
         problem: The exception.
     """
+    if isinstance(problem, SampleFailure):
+        return Finish("abort", f"{ERROR}{problem}")
     kind = type(problem).__name__
     logger.error(
         "Request %d, sample %d: %s raised %s.",

@@ -9,7 +9,12 @@ from nano_inference.errors import NanoInferenceError
 from nano_inference.types import TrainingSample
 
 # Columns that files of older releases lack, and the values to assume.
-_ADDED: Mapping[str, Any] = {"group_id": None}
+_ADDED: Mapping[str, Any] = {
+    "group_id": None,
+    "token_id_logprobs": None,
+    "raw_token_id_logprobs": None,
+    "prompt_token_id_logprobs": None,
+}
 
 
 class DataError(NanoInferenceError, ValueError):

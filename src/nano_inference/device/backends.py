@@ -1,7 +1,6 @@
 """Choice of device, dtype and operations for a config: availability checks, fallbacks, warnings."""
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,8 +50,10 @@ def device_of(config: EngineConfig) -> Device:
 def _runs_on_host(config: EngineConfig) -> bool:
     ranks = config.tensor_parallel * config.pipeline_parallel
     ranks *= config.context_parallel * config.expert_parallel
-    if ranks > 1 or not wants_cpu_kernels(config) or available_instruction_set() is None:
+    if ranks > 1 or not wants_cpu_kernels(config):
         return False
+    if available_instruction_set() is None and _has_torch():
+        return False  # the reference backend runs instead
     finds_none = config.device == "auto" and not (
         availability.has_nvidia_device() and _finds_cuda()
     )
@@ -64,7 +65,7 @@ def _finds_cuda() -> bool:
     reason = (
         "the CUDA kernels need torch, which is not installed; pip install 'nano-inference[train]'."
     )
-    if importlib.util.find_spec("torch") is not None:
+    if _has_torch():
         import torch
 
         if torch.cuda.is_available():
@@ -73,6 +74,14 @@ def _finds_cuda() -> bool:
     if availability.has_nvidia_device():
         _warn_once(f"Using the CPU although there is a GPU: {reason}")
     return False
+
+
+def _has_torch() -> bool:
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
 
 
 def choose_device(name: str) -> Device:
@@ -140,7 +149,7 @@ def choose_ops(
             except KernelsUnavailable as unavailable:
                 problem = str(unavailable)
     if problem is not None:
-        if asked != "auto":
+        if asked != "auto" or not _has_torch():
             raise ConfigError(f"backend={backend!r} is not available: {problem}")
         _warn_once(
             f"Using the reference backend, many times slower than the {backend.upper()} kernels: "

@@ -48,6 +48,7 @@ from nano_inference.sampling.tensors import SamplingBatch
 
 _NO_SCORES = torch.empty(0)
 _NO_IDS, _NO_LOGPROBS = torch.empty((0, 0), dtype=torch.int64), torch.empty((0, 0))
+_NO_NAMED = torch.empty((0, 2))
 
 
 class Arriving:
@@ -84,6 +85,7 @@ class Arriving:
             kept=None if self._draw.kept is None else self._draw.kept.clone(),
             top_ids=self._draw.top_ids.clone(),
             top_logprobs=self._draw.top_logprobs.clone(),
+            named_logprobs=self._draw.named_logprobs.clone(),
         )
         return sampled_tokens(draw, self._scores, self._best)
 
@@ -157,6 +159,11 @@ class CudaRunner(ModelRunner):
             self.num_eager_steps += 1
             return self._compute(self._uploads.send_all(batches), previous)
 
+    def logits(self, result: StepResult, rows: np.ndarray) -> np.ndarray:
+        """Return rows of a step's logits on the host, which waits for them."""
+        with self.queue.current():
+            return super().logits(result, rows)
+
     @torch.inference_mode()
     def sample(self, result: StepResult, batch: SamplingBatch) -> Arriving:
         """Queue the draw of a step, without waiting for it."""
@@ -210,7 +217,8 @@ class CudaRunner(ModelRunner):
         fetched = self._downloads.fetch([self._results.buffer])
         results = self._results.on_host(fetched.tensors[0], rows)
         named = dict(zip(RESULTS, results, strict=True))
-        draw = Draw(**named, kept=None, top_ids=_NO_IDS, top_logprobs=_NO_LOGPROBS)
+        others = {"top_ids": _NO_IDS, "top_logprobs": _NO_LOGPROBS, "named_logprobs": _NO_NAMED}
+        draw = Draw(**named, **others, kept=None)
         return Arriving(self.queue, fetched.event, draw, _NO_SCORES, (), self._results)
 
     def _fetch(self, draw: Draw, result: StepResult) -> Arriving:

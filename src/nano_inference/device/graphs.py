@@ -157,8 +157,11 @@ class DrawParameters:
 
 
 def is_plain(batch: SamplingBatch) -> bool:
-    """Return True if a captured draw can draw a batch: no bias, counts, masks, kept or top ids."""
-    entries = len(batch.bias.ids) + len(batch.counts.ids)
+    """Return True if a captured draw can draw a batch.
+
+    It has no bias, counts or masks, and asks for no kept, top or named ids.
+    """
+    entries = len(batch.bias.ids) + len(batch.counts.ids) + len(batch.named.ids)
     return not (entries or batch.has_masks or batch.any_kept or batch.most_top)
 
 

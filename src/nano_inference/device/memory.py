@@ -16,7 +16,7 @@ from nano_inference.device.kv_tensors import (
     unit_width,
 )
 from nano_inference.device.state_tensors import state_bytes
-from nano_inference.errors import ConfigError
+from nano_inference.errors import ConfigError, LacksMemory
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
 from nano_inference.models.routes import bytes_per_token
 from nano_inference.models.sharding.shard import ModelShard
@@ -97,6 +97,11 @@ class MemoryBudget:
         if self.state_bytes:
             return self.num_blocks * self.block_size
         return self.num_units // self.layout.num_units * self.block_size
+
+    @property
+    def sum(self) -> int:
+        """Bytes that the engine takes of its device."""
+        return self.weights + self.kv_cache + self.workspace + self.graphs
 
     def num_sequences(self, length: int) -> int:
         """Return how many sequences of this length fit while each computes another token.
@@ -326,7 +331,7 @@ def _for_the_cache(
         memory = asked or int(free.size * CPU_SHARE / ranks_here)
         if memory < smallest:
             shared = f", shared by {ranks_here} ranks" if ranks_here > 1 else ""
-            raise ConfigError(
+            raise LacksMemory(
                 f"a quarter of the free memory{free.told_limit}{shared}, {gibibytes(memory)}, "
                 f"is too small for one block of {config.block_size} tokens; give kv_cache_memory "
                 f"of at least {smallest:,} bytes."
@@ -336,7 +341,7 @@ def _for_the_cache(
     if asked is not None:
         left = claims.total - claims.sum
         if asked > left and not claims.estimated:
-            raise ConfigError(
+            raise LacksMemory(
                 f"kv_cache_memory of {gibibytes(asked)} does not fit on {device}: {_told(claims)} "
                 f"leave {gibibytes(max(left, 0))} of its {gibibytes(claims.total)}; give at most "
                 f"{max(left, 0):,} bytes"
@@ -345,12 +350,12 @@ def _for_the_cache(
         return asked
     memory = int(claims.total * config.gpu_memory_utilization) - claims.sum
     if memory < smallest and not claims.estimated:
-        raise ConfigError(_no_room(config, claims, device, smallest))
+        raise LacksMemory(_no_room(config, claims, device, smallest))
     return max(memory, smallest)  # only a measured value is rejected, never an estimate
 
 
 def _require_free(config: EngineConfig, claims: Claims, size: int, ranks_here: int) -> None:
-    """Raise `ConfigError` if a CPU's memory cannot hold the requested KV caches of all ranks here.
+    """Raise `LacksMemory` if a CPU's memory cannot hold the requested KV caches of all ranks here.
 
     `size` is the bytes of each rank's cache.
     """
@@ -359,7 +364,7 @@ def _require_free(config: EngineConfig, claims: Claims, size: int, ranks_here: i
     free = free_memory()
     if size * ranks_here > free.size:
         ranks = f" on each of {ranks_here} ranks" if ranks_here > 1 else ""
-        raise ConfigError(
+        raise LacksMemory(
             f"kv_cache_memory of {gibibytes(config.kv_cache_memory)}{ranks} does not fit in "
             f"memory: {gibibytes(free.size)} are free{free.told_limit}; give at most "
             f"{free.size // ranks_here:,} bytes."
@@ -373,20 +378,20 @@ def lacks_memory(problem: BaseException) -> bool:
     return lacks or "DefaultCPUAllocator" in str(problem)
 
 
-def no_memory_for(what: str, device: Device, cure: str) -> ConfigError:
+def no_memory_for(what: str, device: Device, cure: str) -> LacksMemory:
     """Return an error about a failed allocation on a CPU, with the free memory."""
     free = free_memory()
-    return ConfigError(
+    return LacksMemory(
         f"{what} cannot be allocated: {gibibytes(free.size)} of {device}'s memory are free"
         f"{free.told_limit}; {cure}."
     )
 
 
 def require_weights_fit(claims: Claims, device: Device) -> None:
-    """Raise `ConfigError` if the weights exceed the card's free memory."""
+    """Raise `LacksMemory` if the weights exceed the card's free memory."""
     free = max(claims.total - claims.others, 0)
     if claims.weights > free:
-        raise ConfigError(
+        raise LacksMemory(
             f"the weights take {gibibytes(claims.weights)}, but only {gibibytes(free)} of "
             f"{device}'s {gibibytes(claims.total)} are free; use a smaller model, a smaller dtype, "
             "or a card that no other program uses."

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from nano_inference.arrays import Tensor, namespace, without_gradients
 from nano_inference.core.apply import Applied, SampledTokens
 from nano_inference.core.batch import Chunks
@@ -48,6 +50,7 @@ def sampled_tokens(
         log_kept_mass=draw.log_kept_mass.tolist(),
         masks=masks,
         top=top,
+        named=named_bytes(draw.named_logprobs) if len(draw.named_logprobs) else None,
         scores=scores.tolist(),
         score_best=[
             pair
@@ -55,6 +58,12 @@ def sampled_tokens(
             for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)
         ],
     )
+
+
+def named_bytes(logprobs: Tensor) -> tuple[bytes, bytes]:
+    """Return the columns of `Draw.named_logprobs`, little-endian."""
+    drawn, raw = logprobs.cpu().numpy().astype("<f4").T
+    return drawn.tobytes(), raw.tobytes()
 
 
 class Sampled:
@@ -181,6 +190,19 @@ class ModelRunner:
     def drop(self, weight_set: str) -> None:
         """Remove a weight set. Steps in flight may still hold it."""
         del self.models[weight_set], self.storages[weight_set]
+
+    @without_gradients
+    def logits(self, result: StepResult, rows: np.ndarray) -> np.ndarray:
+        """Return rows of a step's logits on the host: int64 [n] -> float32 [n, V]."""
+        xp = namespace(self.device)
+        wanted = xp.from_numpy(rows).to(self.device)
+        if len(result.drawn) == 1:
+            model, hidden, whose = result.drawn[0]
+            logits = model.logits(hidden[wanted], whose.of(wanted))
+        else:
+            parts = [model.logits(hidden, whose) for model, hidden, whose in result.drawn]
+            logits = xp.cat(parts)[wanted]
+        return logits.cpu().numpy()
 
     @without_gradients
     def sample(self, result: StepResult, batch: SamplingBatch) -> Pending:

@@ -35,7 +35,7 @@ _FILTERS: tuple[dict[str, Any], ...] = (
     {"top_k": 50, "top_p": 0.9, "min_p": 0.01},
     {"top_k": 50, "sampling_mask": True},
 )
-_SHOWN: tuple[dict[str, Any], ...] = ({}, {"top_logprobs": 5})
+_SHOWN: tuple[dict[str, Any], ...] = ({}, {"top_logprobs": 5, "logprob_token_ids": (0, 1)})
 # Raw logprobs: not reported, then requested by a sample, then reported for a greedy sample.
 _BESIDE: tuple[dict[str, Any], ...] = ({}, {"raw_logprobs": True}, {"temperature": 0.0})
 

@@ -274,12 +274,14 @@ class Drafter:
 
 
 def allowed(seq: Sequence, drafts: Listed[int]) -> Listed[int]:
-    """Return the drafts before the first one that ends the sample or violates its grammar."""
+    """Return the drafts before the first one that ends the sample or violates its masks."""
     stop_ids = seq.request.stop_ids
     for index, token_id in enumerate(drafts):
         if token_id in stop_ids:
             drafts = drafts[:index]
             break
+    if seq.rules is not None and drafts:
+        drafts = drafts[: seq.rules.num_allowed(seq.token_ids, drafts)]
     if seq.grammar is not None and drafts:
         return drafts[: seq.grammar.look_ahead(drafts)]
     return drafts

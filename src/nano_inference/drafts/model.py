@@ -61,7 +61,7 @@ def draw_request(
         token_ids: Tokens of the sequence, at least up to the one to draw.
         row: Row of the logits.
         key: Key of the noise: the sample's seed and index, and the token's position.
-        mask: Grammar mask, int32 [W], or None.
+        mask: Mask, int32 [W], or None.
     """
     first, position = num_prompt_tokens, key[2]
     banned: Collection[int] = ()
@@ -90,6 +90,8 @@ class Drafting:
         self.kinds: list[int] = []
         # a copy, because drafts may be rejected
         self.grammar = None if seq.grammar is None else seq.grammar.fork()
+        self.rules = None if seq.rules is None else seq.rules.fork()
+        self.words = self._mask()
 
     @property
     def drafts(self) -> list[int]:
@@ -111,8 +113,17 @@ class Drafting:
         return draw_request(
             *(request.params, request.stop_ids, request.num_prompt_tokens, self.token_ids, row),
             (request.seed, self.seq.sample_index, len(self.token_ids)),
-            None if self.grammar is None else self.grammar.mask_behind(0),
+            self.words,
         )
+
+    def _mask(self) -> np.ndarray | None:
+        """Return the mask of the next token."""
+        words = None if self.grammar is None else self.grammar.mask_behind(0)
+        if self.rules is not None:
+            words = self.rules.mask(self.token_ids, (), words)
+        if words is not None and not words.any():
+            self.most = 0  # no token may follow
+        return words
 
     def take(self, token_id: int, logprob: float) -> None:
         """Add a draft that the model drew."""
@@ -122,6 +133,7 @@ class Drafting:
         if self.grammar is not None:
             self.grammar.accept(token_id)
             self.grammar.fill()
+        self.words = self._mask()
         if token_id in self.seq.request.stop_ids:
             self.most = 0
 

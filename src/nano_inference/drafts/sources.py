@@ -35,9 +35,9 @@ GUESSED = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.1, 1.25, 1.6, 2.4, 4.4))
 
 
 class ForcedDrafts:
-    """A `DraftSource` of the tokens that a grammar forces.
+    """A `DraftSource` of the tokens that rules or a grammar force.
 
-    The text is certain, but the model may split it into other tokens.
+    A grammar's text is certain, but the model may split it into other tokens.
     """
 
     name = "grammar"
@@ -46,7 +46,10 @@ class ForcedDrafts:
         return [self._guess(seq, most) for seq in seqs]
 
     def _guess(self, seq: Sequence, most: int) -> Guess:
-        forced = () if seq.grammar is None else seq.grammar.forced()[:most]
+        forced: Listed[int] = () if seq.rules is None else seq.rules.forced(seq.token_ids)
+        if not forced and seq.grammar is not None:
+            forced = seq.grammar.forced()
+        forced = forced[:most]
         return Guess(forced, (0,) * len(forced)) if forced else NO_GUESS
 
 

@@ -15,6 +15,7 @@ from nano_inference.checkpoints.loading import read_tensors
 from nano_inference.checkpoints.lora import LoraSettings
 from nano_inference.config import EngineConfig
 from nano_inference.core.gate import Gate
+from nano_inference.core.logits_processors import LogitsProcessor
 from nano_inference.core.loop import Abort, Add, EngineLoop, GrammarReady, LoopHooks
 from nano_inference.core.sequence import POLICY, REFERENCE, Sequence, Sequences
 from nano_inference.device.backends import choose_device, lookahead_of
@@ -133,6 +134,7 @@ class InferenceEngine:
                 gate=gate,
                 weights=self.weight_sync,
                 start_grammar=self._start_grammar,
+                processors=self.intake.processors,
                 drafter=made.drafter,
                 kept_files=self.kept_files,
                 watches=made.watches,
@@ -557,6 +559,20 @@ class InferenceEngine:
         return [as_torch(state) for state in states]
 
     # -- adapters ----------------------------------------------------------------------------------
+
+    def register_logits_processor(self, name: str, processor: LogitsProcessor) -> None:
+        """Let requests name a function that changes their logits
+        (`SamplingParams.logits_processors`). Raises `InvalidRequest` if the name is taken.
+
+        Samples have the name at the end of `numerics`, so give changed code another name.
+
+        Args:
+            name: Name, an identifier.
+            processor: Pure function of the token ids so far, prompt included, and of a copy of the
+                model's logits, float32 [vocab_size]. It returns the new logits. -inf masks a token.
+                If it raises, only its own sample ends. It runs in the thread that steps.
+        """
+        self.intake.processors.register(name, processor)
 
     def load_adapter(
         self,

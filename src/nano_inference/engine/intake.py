@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
+from nano_inference.core.logits_processors import LogitsProcessors
+from nano_inference.core.named_ids import prompt_scoring
 from nano_inference.core.sequence import (
     POLICY,
     CheckedRequest,
@@ -22,8 +24,10 @@ from nano_inference.engine.requests import (
     many_prompts,
     params_for,
 )
+from nano_inference.engine.rule_maker import RuleMaker
 from nano_inference.errors import AdapterNotFound, InvalidRequest, VersionGone
 from nano_inference.fields.options import is_whole
+from nano_inference.sampling.token_rules import TokenRules
 from nano_inference.structured.backend import Vocabulary
 from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.matching import GrammarState
@@ -62,6 +66,8 @@ class Intake:
         backend = checks.config.grammar_backend
         self.grammars = GrammarCompiler(lambda: vocabulary_of(checks), backend)
         self.token_masks = TokenMasks(self.grammars)
+        self.rule_maker = RuleMaker(checks)
+        self.processors = LogitsProcessors()
         # False if the caller has already checked the grammars outside the stepping thread
         self.checks_grammars = True
         self.take_routes = take_routes
@@ -131,7 +137,11 @@ class Intake:
         num_wanted = limits.get("num_wanted")
         _require_wanted(num_wanted, num_samples)
         stop_ids = checks.stop_ids(params)
+        self.processors.require(params.logits_processors)
         grammar, adapter = self.grammar_of(params), self.adapter_of(params.adapter)
+        rules = self.rules_of(params, len(token_ids))
+        if rules is not None:
+            rules.forced(token_ids)  # read the prompt now, not within a step
         text = None
         if params.stop or is_text(prompt):
             text = OutputText(checks.need_tokenizer("a stop string"), params.stop)
@@ -145,8 +155,7 @@ class Intake:
             exact_version=limits.get("exact_version"),
             max_staleness=limits.get("max_staleness"),
             group=SampleGroup(num_wanted) if num_wanted is not None else None,
-            scored=range(len(token_ids) - 1) if params.prompt_logprobs else range(0),
-            num_best=params.prompt_top_logprobs,
+            **prompt_scoring(params, token_ids),
             streaming=stream,
             at_end=self.take_routes if params.routed_experts else None,
             turn_of=limits.get("turn_of"),
@@ -159,8 +168,17 @@ class Intake:
             output_text=text,
             mask=GrowingMask(most_mask_ids),
             grammar=grammar,
+            rules=rules,
             adapter=adapter,
         )
+
+    def rules_of(self, params: SamplingParams, num_prompt_tokens: int) -> TokenRules | None:
+        """Return the rules of a sample's own tokens, or None without rules. Raises
+        `InvalidRequest`.
+        """
+        if not params.has_rules:
+            return None
+        return TokenRules(self.rule_maker.of(params), num_prompt_tokens)
 
     def adapter_of(self, name: str | None) -> ServedAdapter | None:
         """Return the newest version of the adapter with this name, or None without a name. Raises

@@ -90,8 +90,9 @@ class RequestChecks:
             raise InvalidRequest(f"num_samples={num_samples!r} must be a positive integer.")
         require(SERVED_LIMITS, Setting(params, self.config))
         self._require_vocabulary(params)
+        _require_rows(params, prompt_len)
         # the token drawn after a scored or embedded prompt needs no position of its own
-        is_read = params.max_tokens == 1 and (params.prompt_logprobs or embeds)
+        is_read = params.max_tokens == 1 and (params.scores_prompt or embeds)
         fills = is_read and prompt_len == self.max_model_len
         self._require_fit(prompt_len, 0 if fills else params.max_tokens)
         budget = self._budget(max_entries)
@@ -148,6 +149,8 @@ class RequestChecks:
             ("stop token id", params.stop_token_ids),
             ("logit_bias key", params.logit_bias),
             ("allowed token id", params.allowed_token_ids or ()),
+            ("logprob_token_ids entry", params.logprob_token_ids),
+            *(("prompt_logprob_token_ids entry", row) for row in params.prompt_logprob_token_ids),
         ):
             if outside := [token_id for token_id in ids if token_id >= size]:
                 raise InvalidRequest(
@@ -180,6 +183,25 @@ class RequestChecks:
                 f"max_tokens_per_batch={limit}, which limits requests without chunked prefill; "
                 f"enable chunked prefill, or set max_tokens_per_batch={longest}."
             )
+
+
+def _require_rows(params: SamplingParams, prompt_len: int) -> None:
+    """Require one row of named ids for all prompt positions, or one for each."""
+    rows, start = len(params.prompt_logprob_token_ids), params.prompt_logprob_start
+    if not rows:
+        return
+    positions = prompt_len - 1 - start
+    if positions < 1:
+        raise InvalidRequest(
+            f"prompt_logprob_start={start} leaves no position in a prompt of {prompt_len} tokens; "
+            "a token must follow."
+        )
+    if rows not in (1, positions):
+        raise InvalidRequest(
+            f"prompt_logprob_token_ids has {rows} rows for {positions} positions (a prompt of "
+            f"{prompt_len} tokens after prompt_logprob_start={start}); pass one list of ids, or "
+            "one list for each position."
+        )
 
 
 def is_chat(prompt: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 from dataclasses import replace
 
+from nano_inference.core.named_ids import fill_named, prompt_scoring, resumed_scores
 from nano_inference.core.sequence import (
     REFERENCE,
     CheckedRequest,
@@ -59,8 +60,7 @@ def resumed(
         seed=sample.seed,
         max_staleness=max_staleness,
         group=group,
-        scored=range(prompt_len - 1) if params.prompt_logprobs else range(0),
-        num_best=params.prompt_top_logprobs,
+        **prompt_scoring(params, sample.prompt_tokens),
         streaming=stream,
         past_contexts=sample.kv_versions,
         appended=_appended_before(sample) + new,
@@ -76,13 +76,15 @@ def resumed(
         cached_tokens=sample.cached_tokens,
         version_starts=starts or ([(sample.weight_version, 0)] if appended else []),
         # The scores of a partly computed prompt may come from another version.
-        scores=list((sample.prompt_logprobs or ())[1:]) if drawn else [],
+        scores=resumed_scores(sample, params) if drawn else [],
         score_best=list((sample.prompt_top_logprobs or ())[1:]) if drawn else [],
         mask=GrowingMask(most_mask_ids),
         adapter=intake.adapter_of(params.adapter),
         adapter_starts=[(span.version, span.start) for span in sample.adapter_versions],
     )
     _fill(seq, sample, len(appended))
+    seq.rules = intake.rules_of(params, prompt_len)
+    intake.processors.require(params.logits_processors)
     # appended tokens are not part of the grammar's text, which restarts after them
     begins = request.appended[-1].stop if request.appended else 0
     seq.grammar = intake.grammar_of(params, seq.token_ids[prompt_len + begins :])
@@ -152,6 +154,7 @@ def _params_to_resume(
     params = sample.sampling_params
     if params is None:
         raise InvalidRequest("the sample has no sampling_params, which resuming needs.")
+    numerics = params.numerics(numerics)
     if sample.numerics != numerics:
         raise InvalidRequest(
             f"the sample's numerics is {sample.numerics!r}, this engine's is {numerics!r}, so the "
@@ -197,3 +200,4 @@ def _fill(seq: Sequence, sample: TrainingSample, num_appended: int) -> None:
         seq.mask = GrowingMask(seq.mask.most, sample.sampling_mask.rows() + [()] * num_appended)
     if sample.top_logprobs is not None:
         seq.output_top = [*sample.top_logprobs, *[TopLogprobs((), ())] * num_appended]
+    fill_named(seq, sample, num_appended)

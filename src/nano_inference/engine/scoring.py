@@ -16,7 +16,7 @@ from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.requests import checked_ids, is_text
 from nano_inference.errors import InvalidRequest, RequestAborted, RequestTooLarge, WeightUpdateError
 from nano_inference.models.routes import RouteRecord
-from nano_inference.types import SamplingParams, TrainingSample
+from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
 
 ATTEMPTS = 8  # attempts to score under a single version of the weights
 
@@ -33,6 +33,7 @@ class ScoreRequest:
         masks: Mask of each scored token, int32 [W]. Empty without masks.
         targets: Tokens to score at each position instead of the sequence's own, equally many per
             position. Empty to score the sequence's own tokens.
+        num_best: Number of most probable tokens to return at each position.
     """
 
     token_ids: list[int]
@@ -40,6 +41,7 @@ class ScoreRequest:
     temperature: float = 1.0
     masks: Listed[np.ndarray] = ()
     targets: Listed[Listed[int]] = ()
+    num_best: int = 0
 
 
 class Scores(NamedTuple):
@@ -49,10 +51,12 @@ class Scores(NamedTuple):
         logprobs: Logprobs of its tokens from `start` on, or of its targets, position by position.
         routes: Experts of all its rows except the last, int16 [rows, layers of experts, K]. None if
             nothing was scored, or if the decoder does not record them.
+        best: Most probable tokens at each of these positions, under the unmodified model.
     """
 
     logprobs: list[float]
     routes: Tensor | None = None
+    best: tuple[TopLogprobs, ...] = ()
 
 
 def checked_sequence(engine: InferenceEngine, sequence: Any, index: int) -> list[int]:
@@ -123,16 +127,23 @@ def _scores(
     routes: dict[int, Tensor] = {}
     take = None if record is None else partial(_take_routes, record, routes)
     scorers = [_scorer(engine, request, weight_set, adapter, take) for request in requests]
-    by_id: dict[int, list[float]] = {}
+    by_id: dict[int, TrainingSample] = {}
     with closing(generation.run(engine.shared, scorers, progress=False)) as deltas:
         for sample in (delta.finished for delta in deltas if delta.finished is not None):
             if sample.ref_logprobs is None:
                 raise RequestAborted(
                     "a sequence was aborted before it was scored; score the sequences again."
                 )
-            by_id[sample.request_id] = list(sample.ref_logprobs)
+            by_id[sample.request_id] = sample
     ids = [scorer.request_id for scorer in scorers]
-    scores = [Scores(by_id[each], routes.get(each)) for each in ids]
+    scores = [
+        Scores(
+            list(by_id[each].ref_logprobs or ()),
+            routes.get(each),
+            by_id[each].prompt_top_logprobs or (),
+        )
+        for each in ids
+    ]
     return scores, {scorer.adapter for scorer in scorers}
 
 
@@ -167,6 +178,7 @@ def _scorer(
         score_temperature=request.temperature,
         score_masks=request.masks,
         score_targets=request.targets,
+        num_best=request.num_best,
         scored_sample=stand_in,
         at_end=at_end,
     )

@@ -6,7 +6,10 @@ a finite logit into infinity or NaN.
 """
 
 import math
-from collections.abc import Mapping
+import operator
+import reprlib
+from collections import Counter
+from collections.abc import Mapping, Set
 from typing import Any
 
 from nano_inference.errors import InvalidRequest
@@ -14,6 +17,8 @@ from nano_inference.fields.options import is_number, is_whole
 
 PENALTIES = 0.01, 100.0  # range of repetition penalties, which scale logits up and down
 _WHOLE = 2**63
+MOST_BAD_WORDS = 1024
+MOST_OF_WORD = 256  # characters
 _MOST_DIGITS = 40  # digits of an integer that a message repeats in full
 
 
@@ -61,6 +66,40 @@ def token_id_set(name: str, ids: Any) -> frozenset[int]:
     return kept
 
 
+def token_id_row(name: str, ids: Any) -> tuple[int, ...]:
+    """Return token ids in their order, after checking that each occurs once."""
+    try:
+        row = tuple(map(operator.index, ids))
+        if isinstance(ids, Mapping | Set) or bool in set(map(type, ids)):
+            raise TypeError
+    except TypeError:
+        raise InvalidRequest(
+            f"{name} must be a list of token ids, not {reprlib.repr(ids)}."
+        ) from None
+    if row and min(row) < 0:
+        raise InvalidRequest(f"{name} holds {min(row)}; a token id must be at least 0.")
+    if len(set(row)) < len(row):
+        twice = Counter(row).most_common(1)[0][0]
+        raise InvalidRequest(f"{name} holds {twice} more than once; name each id once.")
+    return row
+
+
+def token_id_rows(name: str, rows: Any) -> tuple[tuple[int, ...], ...]:
+    """Return rows of token ids after checking each. A single row may be passed by itself."""
+    try:
+        many = list(rows)
+    except TypeError:
+        raise InvalidRequest(
+            f"{name} must be a list of token ids or a list of such lists, not {reprlib.repr(rows)}."
+        ) from None
+    if many and not hasattr(many[0], "__iter__"):
+        return (token_id_row(name, many),)
+    checked = tuple(token_id_row(f"row {index} of {name}", row) for index, row in enumerate(many))
+    if many and not any(checked):
+        raise InvalidRequest(f"{name} has no ids; name at least one, or omit it.")
+    return checked
+
+
 def stop_strings(stop: Any) -> tuple[str, ...]:
     """Return one stop string or several as a tuple, after checking each."""
     if not isinstance(stop, str | list | tuple):
@@ -72,6 +111,31 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
                 f"stop holds {string!r}; a stop string must be a non-empty string."
             )
     return strings
+
+
+def bad_words(words: Any) -> tuple[str, ...]:
+    """Return bad words as a tuple, after checking each."""
+    if not isinstance(words, list | tuple):
+        raise InvalidRequest(f"bad_words must be a list of strings, not {words!r}.")
+    strings: tuple[Any, ...] = tuple(words)  # pyright: ignore[reportUnknownArgumentType]
+    if len(strings) > MOST_BAD_WORDS:
+        raise InvalidRequest(
+            f"bad_words holds {len(strings)} words; give at most {MOST_BAD_WORDS}."
+        )
+    for word in strings:
+        if not isinstance(word, str) or not 0 < len(word) <= MOST_OF_WORD:
+            raise InvalidRequest(
+                f"bad_words holds {shown(word)[:80]}; a word must be a string of 1 to "
+                f"{MOST_OF_WORD} characters."
+            )
+    return strings
+
+
+def processor_names(names: Any) -> tuple[str, ...]:
+    """Return names of logits processors as a tuple, after checking each."""
+    if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):  # pyright: ignore
+        raise InvalidRequest(f"logits_processors must be a list of names, not {names!r}.")
+    return tuple(names)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def biases(bias: Any) -> dict[int, float]:

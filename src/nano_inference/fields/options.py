@@ -31,8 +31,9 @@ def option(default: Any, panel: str, help: str, *flags: str, **settings: Any) ->
         help: Help text of one line.
         flags: Option names, such as `--top-p`. Without any, the name of the field is used.
         settings: `least` is the smallest integer allowed (`check_least`). `size=True` accepts bytes
-            such as `2GiB`. `each` is the type of a repeatable value. `aliases` are other names of
-            its choices on the command line. All other settings are typer's.
+            such as `2GiB`, `duration=True` seconds such as `10m`. `each` is the type of a
+            repeatable value. `aliases` are other names of its choices on the command line. All
+            other settings are typer's.
     """
     return field(
         default=default, metadata={"panel": panel, "help": help, "flags": flags, **settings}

@@ -16,6 +16,7 @@ from nano_inference.remote.open_requests import Receiver
 from nano_inference.types import (
     ContextVersions,
     Delta,
+    LogprobMatrix,
     SamplingParams,
     TopLogprobs,
     TrainingSample,
@@ -24,6 +25,7 @@ from nano_inference.types import (
 
 # per-token fields of a delta and of `SampleSoFar`
 _PER_TOKEN = ("token_ids", "logprobs", "log_kept_mass", "raw_logprobs", "top_logprobs")
+_MATRICES = ("token_id_logprobs", "raw_token_id_logprobs")  # also per token
 
 
 @dataclass(slots=True)
@@ -35,6 +37,8 @@ class SampleSoFar:
     log_kept_mass: list[float] = field(default_factory=list[float])
     raw_logprobs: list[float] = field(default_factory=list[float])
     top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
+    token_id_logprobs: list[LogprobMatrix] = field(default_factory=list[LogprobMatrix])
+    raw_token_id_logprobs: list[LogprobMatrix] = field(default_factory=list[LogprobMatrix])
     contexts: list[Context] = field(default_factory=list[Context])
     # (version of the adapter, first token)
     adapter_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -54,7 +58,15 @@ class SampleSoFar:
             self.adapter_starts.append((adapter, len(self.token_ids)))
         for name in _PER_TOKEN:
             getattr(self, name).extend(getattr(delta, name) or ())
+        for name in _MATRICES:
+            if (matrix := getattr(delta, name)) is not None:
+                getattr(self, name).append(matrix)
         self.cached_tokens = delta.cached_tokens
+
+    def matrices(self) -> dict[str, LogprobMatrix]:
+        """Return the logprobs of named ids, by field of a sample."""
+        parts = {name: getattr(self, name) for name in _MATRICES}
+        return {name: LogprobMatrix.joined(each) for name, each in parts.items() if each}
 
     def is_begun_by(
         self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], at: int = 0
@@ -303,6 +315,8 @@ class FleetRequest:
             return None
         columns: dict[str, Any] = {name: getattr(delta, name) for name in _PER_TOKEN}
         new = {name: column and column[skip:] for name, column in columns.items()}
+        matrices = {name: getattr(delta, name) for name in _MATRICES}
+        new |= {name: each and each.rows(skip) for name, each in matrices.items()}
         return replace(delta, text=text, **new)
 
     def _still_wanted(self) -> int | None:
@@ -334,6 +348,7 @@ class FleetRequest:
             raw_logprobs=tuple(sample.raw_logprobs) if params.raw_logprobs else None,
             log_kept_mass=tuple(sample.log_kept_mass) if params.cuts else (0.0,) * count,
             top_logprobs=tuple(sample.top_logprobs) if params.top_logprobs else None,
+            **sample.matrices(),
             numerics=self._numerics,
             seed=params.seed or 0,
             sample_index=index,

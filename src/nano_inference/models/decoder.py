@@ -319,7 +319,7 @@ class Decoder:
         self.recorded.clear()
         self.blocks.clear()
         self.mixtures.clear()
-        self.inputs = None
+        self.inputs, self.norm = None, self.not_rounded
 
     def _shared_context(self) -> SharedContext | None:
         group = self.rank_exchange.context

@@ -3,7 +3,8 @@ rank.
 
 All ranks have the same hidden rows and batch, and all get the whole result. Plain draws and scores
 exchange maxima, block sums and each rank's best token. A row's logits are exchanged if filters,
-sampling masks or top tokens need all of them, or if the backend does not support partial heads.
+sampling masks, top or named tokens need all of them, or if the backend does not support partial
+heads.
 """
 
 from collections.abc import Generator, Sequence
@@ -41,7 +42,8 @@ class ShardedHead:
 
     def sample(self, hidden: Tensor, weight: Any, scale: LogitScale, batch: SamplingBatch) -> Draw:
         """Draw samples like `Ops.sample`. `weight` is this rank's part."""
-        if self._parts is None or batch.most_top or (batch.any_filter and batch.any_kept):
+        all_read = batch.most_top or len(batch.named.ids) or (batch.any_filter and batch.any_kept)
+        if self._parts is None or all_read:
             return self._ops.sample_logits(self.logits(hidden, weight, scale), batch)
         whole = _filtered(batch, self.part.vocab_size)
         if not bool(whole.any()):
@@ -60,12 +62,14 @@ class ShardedHead:
         xp = namespace(hidden)
         order = xp.cat(chosen).argsort()
         pairs = {
-            field.name: [getattr(draw, field.name) for draw in drawn] for field in fields(Draw)
+            field.name: [getattr(draw, field.name) for draw in drawn]
+            for field in fields(Draw)
+            if field.name != "named_logprobs"
         }
         whole: Any = {
             name: None if pair[0] is None else xp.cat(pair)[order] for name, pair in pairs.items()
         }
-        return Draw(**whole)
+        return Draw(**whole, named_logprobs=drawn[0].named_logprobs)  # empty
 
     def sample_logits(self, logits: Tensor, batch: SamplingBatch) -> Draw:
         """Draw samples from logits of the whole vocabulary, like `Ops.sample_logits`."""

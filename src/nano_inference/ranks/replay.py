@@ -16,6 +16,7 @@ import numpy as np
 from nano_inference.core.apply import Applied
 from nano_inference.core.batch import BatchBuilder, Chunks
 from nano_inference.core.decision import SchedulerOutput
+from nano_inference.core.named_ids import prompt_targets
 from nano_inference.core.sequence import CheckedRequest, Sequence, Sequences, SequenceStatus
 from nano_inference.kv_cache.sliding_window import UnitPool
 from nano_inference.ops.batches import ForwardBatch
@@ -256,8 +257,8 @@ def _told(seq: Sequence) -> NewSequence:
     if any(type(getattr(params, name)) is not float for name in _REALS):
         reals: Any = {name: float(getattr(params, name)) for name in _REALS}
         params = replace(params, **reals)
-    if params.stop or params.cache_salt is not None:  # workers do not need these texts
-        params = replace(params, stop=(), cache_salt=None)
+    if params.stop or params.bad_words or params.cache_salt is not None:  # texts for rank 0
+        params = replace(params, stop=(), bad_words=(), cache_salt=None)
     if params.keep_cache_seconds:  # only rank 0 has the cache
         params = replace(params, keep_cache_seconds=0.0, cache_priority=0)
     return NewSequence(
@@ -274,17 +275,19 @@ def _told(seq: Sequence) -> NewSequence:
 
 
 def _sequence(new: NewSequence) -> Sequence:
+    token_ids, scored = list[int](), range(*new.scored)  # `Forward` brings the tokens
     request = CheckedRequest(
         request_id=0,
         num_prompt_tokens=new.num_prompt_tokens,
         params=new.params,
         stop_ids=new.stop_ids,
         seed=new.seed,
-        scored=range(*new.scored),
+        scored=scored,
+        score_targets=prompt_targets(new.params, token_ids, scored),
         score_temperature=new.score_temperature,
         num_best=new.num_best,
     )
-    return Sequence(new.seq_id, request, [], sample_index=new.sample_index)
+    return Sequence(new.seq_id, request, token_ids, sample_index=new.sample_index)
 
 
 def _changed_units(pool: UnitPool) -> bytes:

@@ -330,11 +330,13 @@ class EngineClient(ABC):
         for call_id in list(self._calls):
             self._answer(call_id, lambda future: future.set_exception(problem))
 
-    def watch(self, died: Callable[[], None]) -> None:
+    def watch(self, died: Callable[[], None], *, replaced: bool = False) -> None:
         """Call `died` once when the engine dies, before waiting callers learn of it. Used by a
-        supervisor, which also logs the death.
+        supervisor, which also logs the death. With `replaced`, callers learn that another engine
+        will serve them.
         """
         self._watcher = died
+        self._restart = self._restart or replaced
 
     @abstractmethod
     async def start(self) -> None:

@@ -114,6 +114,7 @@ class EngineCore:
             enable_prefix_caching=engine.config.enable_prefix_caching,
             dtype=engine.numerics.dtype,
             quantization=engine.numerics.quantization,
+            memory=engine.memory_budget.sum,
         )
 
     def prepare(self) -> None:

@@ -74,6 +74,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         enable_prefix_caching: True if prefix caching is configured.
         dtype: Type of weights and activations, such as `"bfloat16"`. Empty: unknown.
         quantization: Quantization of the weights, or None.
+        memory: Bytes of weights, KV cache and the rest of its budget. 0: unknown.
     """
 
     model_path: str
@@ -94,6 +95,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     enable_prefix_caching: bool = True
     dtype: str = ""
     quantization: str | None = None
+    memory: int = 0
 
 
 # -- to the engine ---------------------------------------------------------------------------------
@@ -338,7 +340,10 @@ def _size(delta: Delta) -> int:
         return 1 + len(delta.token_ids)
     best = [*(sample.top_logprobs or ())[:1], *(sample.prompt_top_logprobs or ())[1:2]]
     tokens = len(sample.completion_tokens) + len(sample.prompt_logprobs or ())
-    masked = 0 if sample.sampling_mask is None else len(sample.sampling_mask.token_ids)
+    matrices = (sample.token_id_logprobs, sample.raw_token_id_logprobs)
+    matrices = (*matrices, sample.prompt_token_id_logprobs)
+    named = sum(len(each.data) // 4 for each in matrices if each is not None)
+    masked = named if sample.sampling_mask is None else named + len(sample.sampling_mask.token_ids)
     if sample.routed_experts is not None:
         masked += len(sample.routed_experts.data) // IDS_OF_AN_ENTRY
     return 1 + masked + tokens * (1 + sum(len(each.token_ids) for each in best))

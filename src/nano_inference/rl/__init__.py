@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nano_inference.rl.policy import PolicyModel
     from nano_inference.rl.replayer import replay
     from nano_inference.rl.report import MismatchReport, mismatch_report
-    from nano_inference.rl.scoring import score
+    from nano_inference.rl.scoring import score, top_tokens
 
 __all__ = [
     "LoraPolicy",
@@ -24,6 +24,7 @@ __all__ = [
     "mismatch_report",
     "replay",
     "score",
+    "top_tokens",
 ]
 
 _MODULES = {
@@ -34,6 +35,7 @@ _MODULES = {
     "mismatch_report": "report",
     "replay": "replayer",
     "score": "scoring",
+    "top_tokens": "scoring",
 }
 __getattr__ = lazy(__name__, _MODULES)
 

@@ -5,9 +5,9 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from nano_inference.types import SamplingMask, TrainingSample
+from nano_inference.types import LogprobMatrix, SamplingMask, TrainingSample
 
-OF_PROMPT = ("prompt_logprobs", "prompt_top_logprobs")
+OF_PROMPT = ("prompt_logprobs", "prompt_top_logprobs", "prompt_token_id_logprobs")
 _PER_TOKEN = (
     "completion_tokens",
     "logprobs",
@@ -15,6 +15,8 @@ _PER_TOKEN = (
     "log_kept_mass",
     "ref_logprobs",
     "top_logprobs",
+    "token_id_logprobs",
+    "raw_token_id_logprobs",
 )
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 200
@@ -78,7 +80,8 @@ def _of_tokens(
 ) -> Difference | None:
     if recorded is None or replayed is None:
         return None if recorded is replayed else Difference(name, 0, recorded, replayed)
-    for token, (mine, other) in enumerate(itertools.zip_longest(recorded, replayed)):
+    pairs = itertools.zip_longest(_listed(recorded), _listed(replayed))
+    for token, (mine, other) in enumerate(pairs):
         if _bits(mine) != _bits(other):
             return Difference(name, token, mine, other)
     return None
@@ -88,6 +91,10 @@ def _bits(value: Any) -> Any:
     if isinstance(value, float):
         return value.hex()
     return tuple(map(_bits, value)) if isinstance(value, tuple) else value
+
+
+def _listed(values: Sequence[Any] | LogprobMatrix) -> Sequence[Any]:
+    return [*map(tuple, values.tolist())] if isinstance(values, LogprobMatrix) else values
 
 
 def _rows(mask: SamplingMask | None) -> list[tuple[int, ...]] | None:

@@ -3,7 +3,7 @@
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,17 @@ from nano_inference.rl.checkpoint import (
     save_checkpoint,
     save_masters,
 )
+from nano_inference.rl.divergence import Direction, Weights, divergence
+from nano_inference.rl.head_gradients import head_gradients
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states
-from nano_inference.rl.scoring import BatchScores, ScoreBatch, require_same_experts, score_batch
+from nano_inference.rl.scoring import (
+    BatchScores,
+    ScoreBatch,
+    TokenIds,
+    require_same_experts,
+    score_batch,
+)
 from nano_inference.rl.scoring_module import (
     ScoringModule,
     place_param,
@@ -38,6 +46,7 @@ from nano_inference.rl.scoring_module import (
     sum_of_parts,
 )
 from nano_inference.rl.tensors import held, torch_device, torch_dtype, write_tensors
+from nano_inference.rl.torch_decoder import EndGradients
 from nano_inference.weights.update import WeightUpdate
 
 WEIGHT_SET = "trainer"
@@ -101,6 +110,57 @@ class PolicyModel(ScoringModule):
             place_param(self, name, nn.Parameter(tensor))
         self._trainer = _TrainerWeights(self.engine)
         self._decoder = self._torch_decoder(gradient_dtype)
+
+    def entropy(
+        self,
+        sequences: Iterable[TokenIds],
+        *,
+        from_position: int | Iterable[int] = 0,
+        temperature: float = 1.0,
+    ) -> list[Tensor]:
+        """Compute the entropy of the distribution of each token, in nats, differentiably.
+
+        The backward pass's decoder computes it in float32 over the whole vocabulary, in chunks of
+        rows. Arguments and shapes are those of `logprobs`. Raises `InvalidRequest` for temperature
+        0 and for models with experts.
+        """
+        return divergence(self, sequences, from_position, temperature)
+
+    def kl(
+        self,
+        sequences: Iterable[TokenIds],
+        teacher: "PolicyModel",
+        *,
+        direction: Direction = "reverse",
+        from_position: int | Iterable[int] = 0,
+        temperature: float = 1.0,
+        teacher_temperature: float = 1.0,
+    ) -> list[Tensor]:
+        """Compute the divergence from a teacher's distribution of each token, differentiably.
+
+        It is computed like `entropy`. The teacher gets no gradient.
+
+        Args:
+            sequences: As in `logprobs`.
+            teacher: Model with the same vocabulary, for example `PolicyModel(engine)` of another
+                engine.
+            direction: `"reverse"` for KL(policy || teacher), which seeks the teacher's modes, or
+                `"forward"` for KL(teacher || policy), which covers them.
+            from_position: As in `logprobs`.
+            temperature: Temperature of the policy, above 0.
+            teacher_temperature: Temperature of the teacher, above 0.
+
+        Raises `InvalidRequest` for other values, models with experts and other vocabularies.
+        """
+        return divergence(
+            self,
+            sequences,
+            from_position,
+            temperature,
+            teacher,
+            teacher_temperature,
+            direction,
+        )
 
     def publish(self, *, blocking: bool = True, **options: Any) -> WeightUpdate:
         """Serve the parameters in the engine as a new version.
@@ -183,13 +243,37 @@ class PolicyModel(ScoringModule):
 
         `scored` holds the gradients of the sequences' logprobs.
         """
+
+        def end(weights: Weights, batch: MicroBatch) -> EndGradients:
+            matrix = weights.params[weights.decoder.head]
+
+            def compute(hidden: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+                return head_gradients(
+                    weights.spec, hidden, matrix, weights.head, batch, temperature, wanted
+                )
+
+            return compute
+
+        return self.gradients_of(scored, values, end)
+
+    @torch.no_grad()
+    def gradients_of(
+        self,
+        scored: Iterable[ScoredSequence],
+        values: Mapping[str, Tensor],
+        end: Callable[[Weights, MicroBatch], EndGradients],
+    ) -> dict[str, Tensor]:
+        """Return gradients, float32, of the parameters in `values` that require one.
+
+        `end` returns the function that differentiates the hidden rows of a micro-batch of `scored`.
+        """
         device = torch_device(self.engine.model.device)
-        params = self._cast(values)
+        weights = self.weights(values)
         wanted = {slot.param for name, slot in self._slots.items() if values[name].requires_grad}
-        head = params[self._decoder.head].float()
 
         def compute(part: MicroBatch) -> dict[str, Tensor]:
-            return self._decoder.gradients(params, head, part.to(device), temperature, wanted)
+            batch = part.to(device)
+            return self._decoder.gradients(weights.params, end(weights, batch), batch, wanted)
 
         parts = micro_batches(scored, self.micro_batch_tokens)
         totals = sum_of_parts(parts, compute, device, self.num_workers)
@@ -204,6 +288,12 @@ class PolicyModel(ScoringModule):
         if slot.param not in totals:  # all gradients of logprobs were 0
             return torch.zeros(slot.shape, device=torch_device(self.engine.model.device))
         return totals[slot.param].narrow(0, slot.start, slot.shape[0])
+
+    def weights(self, values: Mapping[str, Tensor]) -> Weights:
+        """Return the decoder of the backward pass with these parameters."""
+        params = self._cast(values)
+        head = params[self._decoder.head].float()
+        return Weights(self.engine.spec, self._decoder, params, head)
 
     def _cast(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the decoder's parameters as plain tensors with the engine's values.

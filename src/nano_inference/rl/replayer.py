@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nano_inference.arrays import without_gradients
+from nano_inference.core.named_ids import prompt_matrix, prompt_scoring
 from nano_inference.core.sequence import REFERENCE
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.runner import Sampled
@@ -28,8 +29,10 @@ from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.history import Stretch, stretches, versions_of, was_sampled
 from nano_inference.rl.versions import VersionedDecoders, Weights
 from nano_inference.sampling.tensors import DrawRequest, sampling_batch
+from nano_inference.sampling.token_rules import TokenRules
 from nano_inference.structured.matching import GrammarState
 from nano_inference.types import (
+    LogprobMatrix,
     SamplingMask,
     SamplingParams,
     TopLogprobs,
@@ -60,6 +63,7 @@ def replay(
     Returns:
         The sample with replayed `completion_tokens`, `logprobs`, `raw_logprobs`, `log_kept_mass`,
         `sampling_mask`, `top_logprobs`, `prompt_logprobs`, `prompt_top_logprobs`,
+        `token_id_logprobs`, `raw_token_id_logprobs`, `prompt_token_id_logprobs`,
         `weight_versions`, `weight_version`, `finish_reason` and `stop_reason`, and
         `ref_logprobs` if the engine has a reference model. Other fields are copied.
 
@@ -91,6 +95,11 @@ class Replayer:
         if params is None:
             raise InvalidRequest(
                 "the sample has no sampling_params; a replay needs them to repeat its draws."
+            )
+        if params.logits_processors:
+            raise InvalidRequest(
+                f"the sample was drawn with the logits processor {params.logits_processors[0]!r}, "
+                "which replay does not support; draw it again with its seed."
             )
         if params.adapter is not None:
             raise InvalidRequest(
@@ -131,13 +140,14 @@ class Replayer:
         Raises `InvalidRequest` if its grammar cannot be compiled.
         """
         stop_ids, grammar = self._checks.stop_ids(params), params.grammar
+        rules = self.engine.intake.rules_of(params, len(sample.prompt_tokens))
         if grammar is None:
-            return Draws(sample, params, stop_ids)
+            return Draws(sample, params, stop_ids, rules=rules)
         first = GrammarState(grammar, allowed=params.allowed_token_ids)
         self.engine.intake.grammars.wait(first)
         prompt, sampled = len(sample.prompt_tokens), was_sampled(sample)
         after = [prompt + index + 1 for index, own in enumerate(sampled) if not own]
-        return Draws(sample, params, stop_ids, DraftGrammar(first.fork, [prompt, *after]))
+        return Draws(sample, params, stop_ids, DraftGrammar(first.fork, [prompt, *after]), rules)
 
     @without_gradients
     def replay(self, sample: TrainingSample) -> TrainingSample:
@@ -212,6 +222,7 @@ class Draws(NamedTuple):
     params: SamplingParams
     stop_ids: frozenset[int]
     grammar: "DraftGrammar | None" = None
+    rules: TokenRules | None = None
 
     def request(self, tokens: Sequence[int], row: int, position: int) -> DrawRequest:
         """Return the request to draw the token at `position`, after `tokens[:position]`.
@@ -219,10 +230,13 @@ class Draws(NamedTuple):
         `row` is the row of the logits to draw from.
         """
         sample = self.sample
+        words = None if self.grammar is None else self.grammar.mask(tokens, position)
+        if self.rules is not None:
+            words = self.rules.mask(tokens, (), words, position)
         return draw_request(
             *(self.params, self.stop_ids, len(sample.prompt_tokens), tokens, row),
             (sample.seed, sample.sample_index, position),
-            None if self.grammar is None else self.grammar.mask(tokens, position),
+            words,
         )
 
 
@@ -272,6 +286,8 @@ class _Drawn(NamedTuple):
     log_kept_mass: float
     mask: tuple[int, ...]
     top: TopLogprobs
+    named: bytes = b""
+    raw_named: bytes = b""
 
 
 class _Run:
@@ -279,7 +295,7 @@ class _Run:
 
     def __init__(self, replayer: Replayer, draws: "Draws") -> None:
         self.how = draws
-        sample, self.params, self.stop_ids, _ = draws
+        sample, self.params, self.stop_ids, *_ = draws
         self.sample = sample
         self.prompt_len = len(sample.prompt_tokens)
         # a draft until drawn again
@@ -288,6 +304,9 @@ class _Run:
         self.context: tuple[int, ...] = ()  # version of each stored row
         self.drawn: dict[int, _Drawn] = {}  # by index in the completion
         self.version_starts: list[tuple[int, int]] = []
+        fields = prompt_scoring(self.params, sample.prompt_tokens)
+        self.scored, self.targets = fields["scored"], fields["score_targets"]
+        self.score_width = len(self.targets[0]) if len(self.targets) else 1
         self.prompt_scores: list[float] = []
         self.prompt_best: list[TopLogprobs] = []
         # the sample's tokens after the latest draw are no longer a valid draft
@@ -336,14 +355,13 @@ class _Run:
     def _compute(self, start: int, end: int, drawing: Sequence[int], version: int) -> list[_Drawn]:
         """Run one forward pass over rows [start, end), and draw from some of them."""
         model = self.decoders.get(version)
-        to_score = range(0)
-        if self.params.prompt_logprobs:
-            to_score = range(max(start, len(self.prompt_scores)), min(end, self.prompt_len - 1))
+        known = self.scored.start + len(self.prompt_scores) // self.score_width
+        to_score = range(max(start, known), min(end, self.scored.stop))
         batch = batch_of_rows(
             [Rows(self.tokens[start:end], start, self.table[: -(-end // self.storage.block_size)])],
             self.storage.block_size,
             draws=[row - start for row in drawing],
-            scores=[(row - start, self.tokens[row + 1]) for row in to_score],
+            scores=[(row - start, token) for row in to_score for token in self._targets(row)],
             num_best=self.params.prompt_top_logprobs if to_score else 0,
             device=model.device,
         )
@@ -363,6 +381,8 @@ class _Run:
             result.scores,
         ).wait()
         rows = range(len(drawing))
+        named = [each or b"" for each in sampled.named or (None, None)]
+        size = 4 * len(self.params.logprob_token_ids)
         return [
             _Drawn(
                 sampled.token_ids[i],
@@ -371,9 +391,15 @@ class _Run:
                 sampled.log_kept_mass[i],
                 tuple(sampled.masks[i]) if sampled.masks is not None else (),
                 _best(*sampled.top[i]) if sampled.top is not None else TopLogprobs((), ()),
+                *(each[i * size : (i + 1) * size] for each in named),
             )
             for i in rows
         ]
+
+    def _targets(self, row: int) -> Sequence[int]:
+        if not len(self.targets):
+            return (self.tokens[row + 1],)
+        return self.targets[row - self.scored.start]
 
     def result(self) -> TrainingSample:
         """Return the replayed sample. Values at appended tokens are copied from the sample."""
@@ -409,14 +435,40 @@ class _Run:
             if params.sampling_mask
             else None,
             top_logprobs=column("top", sample.top_logprobs) if params.top_logprobs else None,
-            prompt_logprobs=(math.nan, *self.prompt_scores) if params.prompt_logprobs else None,
+            prompt_logprobs=(math.nan, *self.prompt_scores[:: self.score_width])
+            if params.prompt_logprobs
+            else None,
             prompt_top_logprobs=(TopLogprobs((), ()), *self.prompt_best)
             if params.prompt_top_logprobs
             else None,
+            **self._named(length),
             weight_versions=versions,
             weight_version=versions[-1].version if versions else sample.weight_version,
         )
         return self._finished(again)
+
+    def _named(self, length: int) -> dict[str, LogprobMatrix]:
+        """Return the logprobs of named ids. Those of appended tokens are the sample's."""
+        params, sample, width = self.params, self.sample, len(self.params.logprob_token_ids)
+        matrices: dict[str, LogprobMatrix] = {}
+        for name, field in (
+            ("token_id_logprobs", "named"),
+            ("raw_token_id_logprobs", "raw_named"),
+        ):
+            recorded = getattr(sample, name)
+            if recorded is not None:
+                rows = (
+                    getattr(self.drawn[i], field)
+                    if i in self.drawn
+                    else recorded.rows(i, i + 1).data
+                    for i in range(length)
+                )
+                matrices[name] = LogprobMatrix((length, width), b"".join(rows))
+        if params.prompt_logprob_token_ids:
+            matrices["prompt_token_id_logprobs"] = prompt_matrix(
+                params, self.scored.start, self.score_width, self.prompt_scores
+            )
+        return matrices
 
     def _finished(self, sample: TrainingSample) -> TrainingSample:
         """Return the sample with the finish reason of its replay.

@@ -17,14 +17,17 @@ from nano_inference.core.sequence import POLICY, ServedAdapter
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.scoring import ScoreRequest, checked_sequence, score_tokens
 from nano_inference.errors import InvalidRequest
-from nano_inference.fields.checks import real
+from nano_inference.fields.checks import real, whole
 from nano_inference.ranks.parts import require_one_rank
+from nano_inference.rl.param_masks import masks_of_params, masks_only
 from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.token_masks import NotInGrammar
-from nano_inference.types import RoutedExperts
+from nano_inference.types import RoutedExperts, SamplingParams
 
 TokenIds = Listed[int] | Tensor
-Grammars = Grammar | Iterable[Grammar | None] | None
+# masks of a sequence's tokens: those of a grammar, or all masks of a sample's parameters
+Masking = Grammar | SamplingParams
+Grammars = Masking | Iterable[Masking | None] | None
 Routed = Iterable[RoutedExperts | None] | None
 Targets = Iterable[Tensor | np.ndarray | Listed[Any] | None] | None
 
@@ -55,7 +58,9 @@ def score(
             temperature 0.
         grammar: Grammar under which the tokens from `from_position` on were drawn, as in a sample's
             `sampling_params.grammar`: one for all sequences, or one (or None) for each. Their
-            logprobs are those among the allowed tokens.
+            logprobs are those among the allowed tokens. A sample's `sampling_params` stand for all
+            masks of the sample: grammar, `allowed_token_ids`, `min_tokens`, `bad_words` and
+            `thinking_token_budget`.
         adapter: Name of a loaded adapter to apply to the policy's weights.
         targets: Tokens to score instead of the sequence's own, one tensor (or None) for each
             sequence: int64 [len(sequence) - from_position], or [len(sequence) - from_position, k]
@@ -78,13 +83,60 @@ def score(
     return score_batch(engine, batch, POLICY, engine.intake.adapter_of(adapter)).logprobs
 
 
+class TopTokens(NamedTuple):
+    """Most probable tokens at each position of a sequence, best first, ties by lower id.
+
+    Attributes:
+        token_ids: int64 [positions, k].
+        logprobs: float32 [positions, k].
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+
+
+def top_tokens(
+    engine: InferenceEngine,
+    sequences: Iterable[TokenIds],
+    k: int,
+    *,
+    from_position: int | Iterable[int] = 1,
+    temperature: float = 1.0,
+) -> list[TopTokens]:
+    """Compute the k most probable tokens at each position, given the tokens before it.
+
+    A teacher names them for a student, whose logprobs of the same ids `PolicyModel.logprobs`
+    returns: pass them as `targets`. Arguments and errors are those of `score`, but positions begin
+    at 1, because no distribution precedes the first token.
+    """
+    whole("k", k, 1, engine.spec.vocab_size + 1)
+    batch = check_batch(engine, sequences, from_position, temperature)
+    if 0 in batch.positions:
+        raise InvalidRequest(
+            "from_position=0 has no distribution, because nothing precedes the first token; use 1."
+        )
+    pairs = zip(batch.token_ids, batch.positions, strict=True)
+    requests = [ScoreRequest(ids, position, num_best=k) for ids, position in pairs]
+    best = [scores.best for scores in score_tokens(engine, requests)]
+    ids = [_matrix([each.token_ids for each in rows], k, torch.int64) for rows in best]
+    logprobs = [_matrix([each.logprobs for each in rows], k, torch.float32) for rows in best]
+    if batch.temperature != 1:  # the same tokens, with other logprobs
+        again = check_batch(engine, batch.token_ids, batch.positions, temperature, targets=ids)
+        logprobs = score_batch(engine, again, POLICY).logprobs
+    return [TopTokens(*pair) for pair in zip(ids, logprobs, strict=True)]
+
+
+def _matrix(rows: Listed[Listed[float]], k: int, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(rows, dtype=dtype).view(-1, k)
+
+
 class SequenceMasks(NamedTuple):
     """Masks of a sequence's tokens, int32 [W] each, from the first scored one on.
 
     Equal masks of a batch are the same array object.
     """
 
-    grammar: Grammar
+    grammar: Masking
     words: list[np.ndarray]
 
 
@@ -295,7 +347,7 @@ def score_batch(
     requests = [_request(batch, part.index, part.start, starts[part.index]) for part in plan]
     known: dict[int, list[float]] = {}  # logprobs from `starts` on
     routes: dict[int, Tensor | None] = {}
-    for part, (scores, routed) in zip(
+    for part, (scores, routed, _) in zip(
         plan, score_tokens(engine, requests, weight_set, adapter), strict=True
     ):
         first, width = starts[part.index], batch.width(part.index)
@@ -381,7 +433,7 @@ def _kinds(batch: ScoreBatch) -> list[int]:
 
     Sequences of the same kind have the same masks as far as their tokens agree.
     """
-    numbers: dict[tuple[Grammar, int] | None, int] = {None: 0}
+    numbers: dict[tuple[Masking, int] | None, int] = {None: 0}
     keys = [
         None if masks is None else (masks.grammar, start)
         for masks, start in zip(batch.masks, batch.positions, strict=True)
@@ -441,13 +493,14 @@ def _positions(from_position: int | Iterable[int], token_ids: list[list[int]]) -
     return positions
 
 
-def _grammars(grammar: Grammars, num_sequences: int) -> list[Grammar | None]:
+def _grammars(grammar: Grammars, num_sequences: int) -> list[Masking | None]:
     grammars: Any = [grammar] * num_sequences
-    if grammar is not None and not isinstance(grammar, Grammar):
+    if grammar is not None and not isinstance(grammar, Masking):
         grammars = list(grammar) if isinstance(grammar, Iterable) else [grammar]
-    if not all(isinstance(each, Grammar | None) for each in grammars):
+    if not all(isinstance(each, Masking | None) for each in grammars):
         raise InvalidRequest(
-            f"grammar={grammar!r} must be a Grammar, or one (or None) for each sequence."
+            f"grammar={grammar!r} must be a Grammar or SamplingParams, or one (or None) for each "
+            "sequence."
         )
     if len(grammars) != num_sequences:
         raise InvalidRequest(
@@ -461,10 +514,11 @@ def _masks(
     engine: InferenceEngine,
     token_ids: list[list[int]],
     positions: list[int],
-    grammars: list[Grammar | None],
+    maskings: list[Masking | None],
 ) -> list[SequenceMasks | None]:
-    """Return the masks of each sequence that has a grammar, which starts at its position."""
-    if any(grammar is not None for grammar in grammars):
+    """Return the masks of each sequence that has any. They start at its position."""
+    grammars = [each.grammar if isinstance(each, SamplingParams) else each for each in maskings]
+    if any(masking is not None for masking in maskings):
         require_one_rank(engine.runner, "scoring under a grammar")
         engine.shared.require_alive()
     under = [index for index, grammar in enumerate(grammars) if grammar is not None]
@@ -482,10 +536,15 @@ def _masks(
             f"token {token_ids[index][at]} at position {at} of sequence {index} {problem}; the "
             "grammar starts at from_position, and all tokens from there on must follow it."
         ) from None
+    by_sequence = dict(zip(under, words, strict=True))
     masks_of: list[SequenceMasks | None] = [None] * len(token_ids)
-    for index, (grammar, _), masks in zip(under, texts, words, strict=True):
-        skipped = max(positions[index], 1) - positions[index]
-        masks_of[index] = SequenceMasks(grammar, masks[skipped:])
+    for index, masking in enumerate(maskings):
+        masks, start = by_sequence.get(index), positions[index]
+        if isinstance(masking, SamplingParams):
+            masking = masks_only(masking)
+            masks = masks_of_params(engine.intake, masking, token_ids[index], start, masks, index)
+        if masking is not None and masks is not None:
+            masks_of[index] = SequenceMasks(masking, masks[max(start, 1) - start :])
     return masks_of
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from nano_inference.config import EngineConfig, require_count, with_plain_weight
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError
 from nano_inference.ranks.parts import require_one_rank
-from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence
+from nano_inference.rl.micro_batch import ScoredSequence
 from nano_inference.rl.parameter_states import State, states
 from nano_inference.rl.scoring import (
     BatchScores,
@@ -32,6 +32,8 @@ from nano_inference.rl.scoring import (
 )
 from nano_inference.rl.tensors import rotation, torch_dtype
 from nano_inference.rl.torch_decoder import TorchDecoder
+
+P = TypeVar("P")
 
 
 class ScoringModule(nn.Module):
@@ -194,8 +196,8 @@ def dtype_of_products(engine: InferenceEngine, asked: torch.dtype | None) -> tor
 
 
 def sum_of_parts(
-    parts: Iterable[MicroBatch],
-    compute: Callable[[MicroBatch], dict[str, Tensor]],
+    parts: Iterable[P],
+    compute: Callable[[P], dict[str, Tensor]],
     device: torch.device,
     num_workers: int | None,
 ) -> dict[str, Tensor]:

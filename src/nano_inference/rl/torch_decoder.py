@@ -1,6 +1,6 @@
 """The decoder for gradients: `models/decoder.py` in differentiable torch, without KV cache."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ _CONSTANT = ("router_bias", ".scale")  # suffixes of names without gradients
 
 KeysAndValues = tuple[Tensor, Tensor]  # each [N, kv heads, head_dim]
 
+EndGradients = Callable[[Tensor, bool], tuple[Tensor, Tensor]]
+
 
 class TorchDecoder:
     """Forward and backward pass of one micro-batch, with the decoder's (fused) parameters.
@@ -56,18 +58,17 @@ class TorchDecoder:
     def gradients(
         self,
         params: Mapping[str, Tensor],
-        head: Tensor,
+        end: EndGradients,
         batch: MicroBatch,
-        temperature: float,
         wanted: Set[str],
     ) -> dict[str, Tensor]:
-        """Compute gradients of parameters from those of a micro-batch's logprobs.
+        """Compute gradients of parameters from those of a micro-batch's hidden rows.
 
         Args:
             params: Parameters by the decoder's names; matrices in `dtype`.
-            head: Weight of the logits, float32 [V, H].
-            batch: Rows, targets and the gradients of the targets' logprobs.
-            temperature: Temperature of the logprobs, above 0.
+            end: Function that returns the gradients of the hidden rows [N, H], and of the head if
+                its second argument is True.
+            batch: Rows.
             wanted: Names of the parameters whose gradients to compute.
 
         Returns:
@@ -81,15 +82,7 @@ class TorchDecoder:
         with torch.enable_grad():
             hidden = self.hidden({**params, **leaves}, embedded, batch)
         with torch.no_grad():
-            d_hidden, d_head = head_gradients(
-                self.spec,
-                hidden.detach(),
-                params[self.head],
-                head,
-                batch,
-                temperature,
-                self.head in wanted,
-            )
+            d_hidden, d_head = end(hidden.detach(), self.head in wanted)
             by_name: dict[str, Tensor] = {}
             if hidden.requires_grad:
                 inputs = [embedded, *leaves.values()] if "embed" in wanted else [*leaves.values()]

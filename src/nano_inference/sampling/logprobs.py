@@ -42,6 +42,15 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
     return (chosen - highest) - log_sum
 
 
+def entry_logprobs(logits: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the logprobs of single entries under softmax(logits).
+
+    float32 [R, V], int64 [E], int64 [E] -> float32 [E].
+    """
+    highest, log_sum = logsumexp(logits)
+    return (logits[rows, token_ids] - highest[rows]) - log_sum[rows]
+
+
 def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k most probable tokens of each row, best first, ties by lower id.
 

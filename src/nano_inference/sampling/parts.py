@@ -73,7 +73,7 @@ def sample_part(
 
     Args:
         logits: float32 [L, this rank's tokens].
-        batch: R samples, without filters and best tokens.
+        batch: R samples, without filters, best tokens and named tokens.
         part: Partition of the vocabulary, in which every rank begins with a block of `VOCAB_BLOCK`.
     """
     xp, num = namespace(logits), len(batch)
@@ -87,7 +87,8 @@ def sample_part(
     else:
         token_ids, logprobs, raw, mass = batch.rows, zeros, zeros, zeros
     no_ids = xp.empty((num, 0), dtype=xp.int64, device=logits.device)
-    return Draw(token_ids, logprobs, raw, mass, None, no_ids, no_ids.float())
+    nothing = no_ids.float()
+    return Draw(token_ids, logprobs, raw, mass, None, no_ids, nothing, nothing.new_empty((0, 2)))
 
 
 def _sample_tile(

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from nano_inference.arrays import Tensor, namespace
 from nano_inference.sampling.exponential_noise import exponential_noise
-from nano_inference.sampling.logprobs import best_tokens, gather_logprobs, logsumexp
+from nano_inference.sampling.logprobs import (
+    best_tokens,
+    entry_logprobs,
+    gather_logprobs,
+    logsumexp,
+)
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.pipeline import STANDARD, Distribution, divide
 from nano_inference.sampling.tensors import SamplingBatch, select
@@ -27,6 +32,8 @@ class Draw:
     kept: Tensor | None  # bool [R, V] if a sample requests its mask
     top_ids: Tensor  # int64 [R, K], best first; K is 0 if not requested
     top_logprobs: Tensor  # float32 [R, K]; -inf for removed tokens
+    # float32 [E, 2] of `SamplingBatch.named`: as in `logprobs` and `raw_logprobs`; -inf for removed
+    named_logprobs: Tensor
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Draw:
@@ -66,7 +73,11 @@ def _sample(rows: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, ...]:
     if batch.any_raw:
         raw = gather_logprobs(rows, tokens)
         logprobs = xp.where(greedy, raw, logprobs)
-    shown = xp.where(greedy[:, None], rows, raced) if batch.most_top and batch.any_greedy else raced
+    shows = batch.most_top or len(batch.named.ids)
+    shown = xp.where(greedy[:, None], rows, raced) if shows and batch.any_greedy else raced
+    named = named_logprobs(shown, rows if batch.any_raw else None, batch)
+    # as the token's own logprob
+    broken = logprobs.isnan()[batch.named.rows]
     return (
         tokens,
         logprobs,
@@ -74,7 +85,24 @@ def _sample(rows: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, ...]:
         mass,
         kept if batch.any_kept else None,
         *best_tokens(shown, batch.most_top),
+        named.masked_fill(broken[:, None], math.nan),
     )
+
+
+def named_logprobs(shown: Tensor, own: Tensor | None, batch: SamplingBatch) -> Tensor:
+    """Return the logprobs of named tokens as drawn and as the model's own, float32 [E, 2].
+
+    Args:
+        shown: Logits of the distribution that each sample reports, float32 [R, V].
+        own: The model's own logits. None: not requested, and zeros are returned.
+        batch: R samples.
+    """
+    xp, places = namespace(shown), batch.named[:2]
+    if not len(batch.named.ids):
+        return shown.new_empty((0, 2))
+    drawn = entry_logprobs(shown, *places)
+    raw = xp.zeros_like(drawn) if own is None else entry_logprobs(own, *places)
+    return xp.stack([drawn, raw], dim=1)
 
 
 def log_kept_mass(normaliser: Tensor, distribution: Distribution) -> Tensor:

@@ -34,6 +34,7 @@ class SamplingBatch(FilterColumns[A]):
     # occurrences of each token in the completion; other tokens of the prompt count 0
     counts: Entries[A] = column("float32", "E")
     banned: Entries[A] = column("float32", "E")  # never drawn; values are 0
+    named: Entries[A] = column("float32", "E")  # logprobs are wanted; values are 0
     mask_rows: A = column("int64", "R")  # row of `mask_words`, or -1 for no mask
     # bit i % 32 of word i // 32 is 1 if token i may be drawn; tokens beyond the words may not
     mask_words: A = column("int32", "M", "W")
@@ -77,6 +78,7 @@ _READ = [*(each.param for each in PARAMETERS.values()), *OF_ALL.values()]
 T = TypeVar("T")
 Pairs = tuple[np.ndarray, np.ndarray]  # token ids int64, values float32
 Masks = Sequence[tuple[int, np.ndarray]]  # index of a sample, and its mask: int32 [W]
+Biases = Sequence[tuple[int, Pairs]]  # index of a sample, and what is added to its logits
 
 
 class TokenCounts:
@@ -141,6 +143,7 @@ class SamplingTable(Generic[A]):
         self._masked: dict[str, A] | None = None  # masks of the samples in `_fixed`
         # by slot, for samples that have any
         self._bias: dict[int, Pairs] = {}
+        self._named: dict[int, Pairs] = {}
         self._masks: dict[int, np.ndarray] = {}
         self._counts: dict[int, TokenCounts] = {}
 
@@ -149,12 +152,14 @@ class SamplingTable(Generic[A]):
     ) -> None:
         """Overwrite a slot for a sample that has no completion tokens yet."""
         self._fixed = None
-        for held in (self._bias, self._masks, self._counts):
+        for held in (self._bias, self._named, self._masks, self._counts):
             held.pop(slot, None)
         self._records = _longer(self._records, slot + 1)
         self._records[slot] = (seed, sample_index, *(read(params) for read in _READ))
         if params.logit_bias:
             self._bias[slot] = _pairs(params.logit_bias)
+        if params.logprob_token_ids:
+            self._named[slot] = _pairs(dict.fromkeys(params.logprob_token_ids, 0.0))
         if params.allowed_token_ids is not None:
             self._masks[slot] = mask_of(params.allowed_token_ids)
         if params.penalizes:
@@ -175,6 +180,7 @@ class SamplingTable(Generic[A]):
         banned: Mapping[int, Iterable[int]],
         masks: Masks = (),
         behind: Drafts = NO_DRAFTS,
+        biases: Biases = (),
     ) -> SamplingBatch[A]:
         """Return a batch that draws one token for each slot. A slot may occur more than once.
 
@@ -185,6 +191,7 @@ class SamplingTable(Generic[A]):
             banned: Index in `slots` -> ids that may not be drawn there.
             masks: Pairs of index and mask for this draw. They replace `allowed_token_ids`.
             behind: Index -> drafts that precede the token, which penalties count too.
+            biases: Pairs of index and biases for this draw, added to those of `logit_bias`.
         """
         fixed = self._fixed_of(slots)
         if self._masked is None:
@@ -194,6 +201,9 @@ class SamplingTable(Generic[A]):
             both = sorted({**dict(_having(slots, self._masks)), **dict(masks)}.items())
             masked = mask_columns(self._arrays, len(slots), both)
         make = self._arrays.make
+        fields = fixed.fields
+        if biases:
+            fields = fields | {"bias": self._entries(self._with_biases(slots, biases))}
         return SamplingBatch(
             rows=make(rows),
             noise_keys=make(stream_keys(fixed.streams, positions.astype(np.uint64))),
@@ -205,8 +215,15 @@ class SamplingTable(Generic[A]):
                 [(i, _pairs(dict.fromkeys(ids, 0.0))) for i, ids in sorted(banned.items())]
             ),
             **masked,
-            **fixed.fields,
+            **fields,
         )
+
+    def _with_biases(self, slots: np.ndarray, biases: Biases) -> list[tuple[int, Pairs]]:
+        """Return the biases of the parameters and of this draw, one entry per token."""
+        both = dict(_having(slots, self._bias))
+        for index, pairs in biases:
+            both[index] = _sum(both[index], pairs) if index in both else pairs
+        return sorted(both.items(), key=lambda pair: pair[0])
 
     def _fixed_of(self, slots: np.ndarray) -> _Fixed:
         if self._fixed is None or not np.array_equal(slots, self._fixed.slots):
@@ -217,6 +234,7 @@ class SamplingTable(Generic[A]):
                 most = int(record[name].max(initial=0))
                 values[name] = bool(most) if name.startswith("any_") else most
             values["bias"] = self._entries(_having(slots, self._bias))
+            values["named"] = self._entries(_having(slots, self._named))
             streams = noise_streams(record["seed"], record["sample_index"])
             values["streams"] = make(streams.view(np.int64))
             penalized = _having(slots, self._counts)
@@ -256,6 +274,13 @@ def mask_columns(
     for row, (_, words) in zip(table, masks, strict=True):
         row[: len(words)] = words
     return {"mask_rows": arrays.make(rows), "mask_words": arrays.make(table)}
+
+
+def _sum(one: Pairs, other: Pairs) -> Pairs:
+    values = dict(zip(one[0].tolist(), one[1], strict=True))
+    for token_id, value in zip(other[0].tolist(), other[1], strict=True):
+        values[token_id] = value + values.get(token_id, np.float32(0))
+    return np.fromiter(values, dtype=np.int64), np.array([*values.values()], dtype=np.float32)
 
 
 def _pairs(values: Mapping[int, float]) -> Pairs:

@@ -47,12 +47,18 @@ class ServerConfig:
             existing one keeps its mode.
         root_path: Path prefix that a proxy adds, such as `/llm`. Requests with and without it are
             served.
-        served_model_name: Model name that clients use, or several; replies contain the first. None:
-            the engine's `model_path`.
+        served_model_name: Model name that clients use, or several; replies contain the first. With
+            several models, one name for each. None: the engine's `model_path`.
+        max_loaded: Maximum number of models that are loaded at a time. The server starts with so
+            many. None: all that fit, of which it starts with the first.
+        idle_unload: Seconds without requests after which a model is unloaded. None: a model stays
+            until another needs its room.
         chat_template: Jinja source that replaces the model's chat template.
         api_keys: Keys that open every client route. `/health`, `/ping`, `/liveness`, `/docs` and
             the page need no key. Empty: no key is needed.
         admin_key: Key of the routes that change the engine. None: these routes are off.
+        reasoning_key: Key that signs `encrypted_content` of reasoning. Servers with the same key
+            accept each other's. None: a random key, which a restart forgets.
         in_process: Run the engine in the server's process instead of its own.
         restart_engine: Start a new engine when the old one dies.
         replicas: Number of independent engines. If one dies, another continues its requests with
@@ -130,6 +136,18 @@ class ServerConfig:
     served_model_name: str | tuple[str, ...] | None = option(
         None, SERVER, "Name that clients use. May be repeated. Default: MODEL.", each=str
     )
+    max_loaded: int | None = option(
+        None,
+        SERVER,
+        "Maximum loaded models. Load so many at the start. Default: all that fit, first the first.",
+        least=1,
+    )
+    idle_unload: float | None = option(
+        None,
+        SERVER,
+        "Unload a model after this time without requests, such as 10m. Default: never.",
+        duration=True,
+    )
     chat_template: str | None = None
     api_keys: tuple[str, ...] = option(
         (),
@@ -141,6 +159,12 @@ class ServerConfig:
     )
     admin_key: str | None = option(
         None, KEYS, "Enable the routes that change the engine, with this key.", metavar="KEY"
+    )
+    reasoning_key: str | None = option(
+        None,
+        KEYS,
+        "Sign encrypted_content with this key (/v1/responses). Default: a random one.",
+        metavar="KEY",
     )
     in_process: bool = option(False, SERVER, "Run the engine in the server's process.")
     restart_engine: bool = option(False, SERVER, "Start a new engine if the old one dies.")
@@ -258,7 +282,13 @@ class ServerConfig:
         False, TRAINING, "Name tokens in logprobs token_id:123 by default."
     )
     tool_format: str | None = option(
-        None, SERVER, "Format of tool calls. Default: detected from the chat template."
+        None,
+        SERVER,
+        "Format of tool calls, by our name, vLLM's or SGLang's. Default: detected from the chat "
+        "template.",
+        "--tool-format",
+        "--tool-parser",
+        "--tool-call-parser",
     )
     reasoning_format: str | None = option(
         None, SERVER, "Format of reasoning. Default: detected from the chat template."
@@ -324,6 +354,8 @@ class ServerConfig:
         self._check_weight_group()
         timeouts = ("request_timeout", "body_timeout", "rl_timeout", "stall_timeout")
         check_seconds(self, timeouts, ConfigError)
+        if self.idle_unload is not None:
+            check_seconds(self, ("idle_unload",), ConfigError)
         if not is_number(self.drain_timeout) or not 0 <= self.drain_timeout < float("inf"):
             raise ConfigError(
                 f"drain_timeout={self.drain_timeout!r} must be a number of seconds of at least 0."
@@ -370,7 +402,8 @@ class ServerConfig:
         if not isinstance(keys, tuple):
             # the message omits the value, which may be a key
             raise ConfigError("api_keys must be a tuple of strings.")
-        for key in (*keys, *(() if self.admin_key is None else (self.admin_key,))):
+        secrets = (*keys, self.admin_key, self.reasoning_key)
+        for key in (secret for secret in secrets if secret is not None):
             if not (
                 isinstance(key, str)
                 and key.isascii()
@@ -379,7 +412,8 @@ class ServerConfig:
                 and " " not in key
             ):
                 raise ConfigError(
-                    "api_keys and admin_key must be nonempty, printable ASCII without spaces."
+                    "api_keys, admin_key and reasoning_key must be nonempty, printable ASCII "
+                    "without spaces."
                 )
         if self.admin_key in keys:
             raise ConfigError("admin_key must differ from all api_keys.")

@@ -178,6 +178,11 @@ def openai_error(problem: ApiError) -> dict[str, Any]:
     }
 
 
+def ollama_error(problem: ApiError) -> dict[str, Any]:
+    """Return an error in Ollama's format."""
+    return {"error": problem.message}
+
+
 def anthropic_error(problem: ApiError, request_id: str | None = None) -> dict[str, Any]:
     """Return an error in Anthropic's format. Error events of a stream have no `request_id`."""
     _, _, kind = _WORDS.get(problem.status, _WORDS[500 if problem.status >= 500 else 400])

@@ -12,33 +12,39 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from starlette.types import ASGIApp
 
-from nano_inference.checkpoints.folders import gguf_of
+from nano_inference.checkpoints.folders import gguf_of, weight_bytes
 from nano_inference.checkpoints.shard_checks import require_shardable
 from nano_inference.config import EngineConfig, with_plain_weights
 from nano_inference.errors import ConfigError, EngineDead, ModelLoadError, NanoInferenceError
-from nano_inference.features import SERVER_LIMITS, Setting, require
+from nano_inference.features import SERVER_LIMITS, SEVERAL, Setting, require
 from nano_inference.fleet.fleet_client import FleetClient
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.in_process import InProcessClient
 from nano_inference.remote.log_lines import set_up_logs
 from nano_inference.remote.process_client import ProcessClient
 from nano_inference.server.api.anthropic import answer as anthropic
+from nano_inference.server.api.ollama import answer as ollama
 from nano_inference.server.api.openai import chat_answer as openai_chat
 from nano_inference.server.api.openai import completions_answer as openai_completions
 from nano_inference.server.api.openai import responses_answer as openai_responses
 from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.app import Routes, build_app
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.hosted import ModelSource
+from nano_inference.server.model_routes import model_routes
+from nano_inference.server.ollama_routes import ollama_routes
 from nano_inference.server.page.routes import page_routes
+from nano_inference.server.response_routes import response_routes
 from nano_inference.server.routes import (
     embedding_routes,
     fleet_routes,
-    model_routes,
-    response_routes,
     server_routes,
+    token_routes,
 )
 from nano_inference.server.runner import Runner
 from nano_inference.server.server import Server
@@ -63,15 +69,19 @@ PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/chat/completions": openai_chat.PROTOCOL,
     "/v1/messages": anthropic.PROTOCOL,
     "/v1/responses": openai_responses.PROTOCOL,
+    "/api/chat": ollama.CHAT_PROTOCOL,
+    "/api/generate": ollama.GENERATE_PROTOCOL,
 }
 ROUTES: Sequence[Routes] = (
     page_routes,
     server_routes,
     model_routes,
+    token_routes,
     embedding_routes,
     response_routes,
     fleet_routes,
     session_routes,
+    ollama_routes,
 )
 # Additional protocols with `ServerConfig.rl`.
 RL_PROTOCOLS: dict[str, ApiProtocol] = {
@@ -87,18 +97,23 @@ RL_ROUTES: Sequence[Routes] = (
 )
 
 
-def serve(engine: EngineConfig | EngineClient, config: ServerConfig) -> None:
+# Engine to build, several of which some are loaded at a time, or a client that is not started yet.
+Engines = EngineConfig | Sequence[EngineConfig] | EngineClient
+
+
+def serve(engine: Engines, config: ServerConfig) -> None:
     """Serve until SIGTERM or Ctrl-C, then wait for running requests. Sets up logging.
 
     Args:
-        engine: Engine to build, or a client that is not started yet.
+        engine: Engine to build, several that are loaded on demand, or a client that is not started
+            yet.
         config: Configuration of the server.
 
     Raises:
         NanoInferenceError: The engine could not be built, or it died (`EngineDead`).
     """
     set_up_logs(config.log_level, config.log_format)
-    server = Server(config, _client(engine, config))
+    server = Server(config, sources_of(engine, config))
     _runner(server).run()
     raise_if_lost(server)
 
@@ -113,7 +128,7 @@ def raise_if_lost(server: Server) -> None:
 
 @contextmanager
 def running_server(
-    engine: EngineConfig | EngineClient,
+    engine: Engines,
     config: ServerConfig | None = None,
     *,
     timeout: float = 300.0,
@@ -122,7 +137,8 @@ def running_server(
     examples.
 
     Args:
-        engine: Engine to build, or a client that is not started yet.
+        engine: Engine to build, several that are loaded on demand, or a client that is not started
+            yet.
         config: Configuration of the server. None: a free port of this machine, and the engine in
             this process.
         timeout: Maximum seconds to build the engine.
@@ -131,7 +147,7 @@ def running_server(
         NanoInferenceError: The engine could not be built.
     """
     config = config if config is not None else ServerConfig(port=0, in_process=True)
-    server = Server(config, _client(engine, config))
+    server = Server(config, sources_of(engine, config))
     runner = _runner(server)
     thread = threading.Thread(target=runner.run, name="nano-inference server", daemon=True)
     thread.start()
@@ -148,16 +164,71 @@ def running_server(
         thread.join()
 
 
-def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
-    """Return a client of an engine that is not started yet, in this or its own process. Raises
-    `ConfigError`.
+def sources_of(engine: Engines, config: ServerConfig) -> list[ModelSource]:
+    """Return the models of a server, none of which is loaded yet.
+
+    Raises:
+        ConfigError: Two models have the same name, or an option is for a single model.
+    """
+    if isinstance(engine, EngineClient):
+        return [ModelSource(config.served_names, lambda: engine)]
+    engines = [engine] if isinstance(engine, EngineConfig) else [*engine]
+    several = len(engines) > 1
+    for one in engines:
+        require(SERVER_LIMITS, Setting(config, one, **{SEVERAL: several or None}))
+    names = _names(engines, config)
+    return [
+        ModelSource(
+            names[number],
+            partial(engine_client, each, config, number),
+            each.model_path,
+            needs(each),
+        )
+        for number, each in enumerate(engines)
+    ]
+
+
+def _names(engines: Sequence[EngineConfig], config: ServerConfig) -> list[tuple[str, ...]]:
+    """Return the names of each model: for several models, one of `served_model_name` each."""
+    if len(engines) == 1:
+        return [config.served_names]
+    paths = [each.model_path for each in engines]
+    names = config.served_names or tuple(paths)
+    if len(names) != len(paths):
+        raise ConfigError(
+            f"served_model_name has {len(names)} names for {len(paths)} models; give one for each "
+            "model, in the same order."
+        )
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"two models are named {twice[0]!r}; give each its own served_model_name."
+        )
+    return [(name,) for name in names]
+
+
+def needs(engine: EngineConfig) -> int | None:
+    """Return the bytes of this machine's memory that an engine needs at least: its weights, and its
+    KV cache if its size is configured. None: unknown, or it may run on a GPU.
+    """
+    if not engine.device.startswith("cpu") and (engine.device != "auto" or GPUS.exists()):
+        return None
+    size = weight_bytes(engine.model_path)
+    return None if size is None else size + (engine.kv_cache_memory or 0)
+
+
+GPUS = Path("/dev/nvidiactl")
+
+
+def engine_client(engine: EngineConfig, config: ServerConfig, number: int = 0) -> EngineClient:
+    """Return a client of an engine that is not started yet, in this or its own process. `number` is
+    the model's among several. Raises `ConfigError`.
     """
     require_shardable(engine)
     engine = _for_a_trainer(engine) if config.rl else engine
     meeting = _meeting(engine, config)
     make = _maker(engine, config, meeting)
     if config.replicas == 1 and not config.restart_engine:
-        return make(0)
+        return make(number)
     return FleetClient(
         make,
         config.replicas,
@@ -219,7 +290,7 @@ async def running_app(engine: EngineConfig, config: ServerConfig) -> AsyncIterat
     """Yield the server's application around a built engine, without a port. Raises
     `NanoInferenceError` if the engine cannot be built.
     """
-    server = Server(config, engine_client(engine, config))
+    server = Server(config, sources_of(engine, config))
     app = build_app(server, PROTOCOLS, (embedding_routes,))
     async with server.running():
         while not server.lifecycle.is_ready:
@@ -241,10 +312,6 @@ def _meeting(engine: EngineConfig, config: ServerConfig) -> str:
     folder = tempfile.mkdtemp(prefix="nano-inference-lockstep-")  # mode 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
-
-
-def _client(engine: EngineConfig | EngineClient, config: ServerConfig) -> EngineClient:
-    return engine if isinstance(engine, EngineClient) else engine_client(engine, config)
 
 
 def _runner(server: Server) -> Runner:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nano_inference.server.control.requests.table import ROUTES, paths_for
-from nano_inference.server.errors import ApiError, anthropic_error, openai_error
+from nano_inference.server.errors import ApiError, anthropic_error, ollama_error, openai_error
 
 CHANGING = paths_for("admin")  # change the engine, or reveal its weights
 READING = paths_for("user")
@@ -42,11 +42,13 @@ def error_body(
     path: str, problem: ApiError, request_id: str, *, has_version: bool = False
 ) -> dict[str, Any]:
     """Return an error's body in the format of the path's protocol: Anthropic's below
-    `/v1/messages`, otherwise OpenAI's.
+    `/v1/messages`, Ollama's below `/api`, otherwise OpenAI's.
 
     `/v1/models` uses Anthropic's format if the request has an `anthropic-version` header
     (`has_version`). Trainers' routes add the fields that SGLang's clients read.
     """
+    if path.startswith("/api/"):
+        return ollama_error(problem)
     route = "/".join(path.split("/", 3)[:3])
     if route == "/v1/messages" or (route == "/v1/models" and has_version):
         return anthropic_error(problem, request_id)

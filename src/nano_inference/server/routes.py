@@ -1,10 +1,9 @@
-"""Routes that do not generate: health, statistics, models, tokens, embeddings and the fleet."""
+"""Routes that do not generate: health, statistics, tokens, embeddings and the fleet."""
 
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
@@ -14,24 +13,23 @@ from starlette.requests import ClientDisconnect
 
 import nano_inference
 from nano_inference.errors import NanoInferenceError
+from nano_inference.remote.client import EngineClient
 from nano_inference.remote.status import BUCKETS, FleetReport
 from nano_inference.server.api.anthropic import answer as anthropic
 from nano_inference.server.api.anthropic import models as anthropic_models
 from nano_inference.server.api.openai.chat_request import chat_prompt
 from nano_inference.server.api.openai.embeddings import (
     EMBEDDINGS,
+    EmbeddingsAsked,
     EmbeddingsRequest,
     read_embeddings,
 )
 from nano_inference.server.api.openai.models import (
-    MODEL,
-    MODELS,
     TEXT,
     TOKENS,
     ChatTemplateFields,
     Message,
 )
-from nano_inference.server.api.openai.responses_models import DELETED, ITEMS, RESPONSE
 from nano_inference.server.api.shared.fields import Strict, TokenIds, read_body
 from nano_inference.server.api.shared.openapi import operation
 from nano_inference.server.api.shared.prompts import (
@@ -41,15 +39,14 @@ from nano_inference.server.api.shared.prompts import (
 )
 from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.errors import ApiError, bad_request
+from nano_inference.server.hosted import Hosted
 from nano_inference.server.http.metrics import CONTENT_TYPE, leaked_blocks
 from nano_inference.server.http.replies import json_reply, reply_in_pieces
-from nano_inference.server.server import Server, read_request
+from nano_inference.server.server import Server, read_request, reading, served_by
 from nano_inference.types import EngineStats
 
 STATS_PATIENCE = 5.0  # seconds; the engine answers even during a step
 SCRAPE_PATIENCE = 1.0  # the same for Prometheus, whose own timeout is 10 s
-# concurrent `embed` calls: the engine runs few calls at a time, and has others to serve
-EMBEDS_AT_ONCE = 8
 
 
 def server_routes(router: APIRouter, server: Server) -> None:
@@ -60,14 +57,15 @@ def server_routes(router: APIRouter, server: Server) -> None:
     async def version() -> Response:
         return json_reply(200, {"version": nano_inference.__version__})
 
-    @router.get("/stats", summary="Counters of the engine and the queue")
-    async def stats() -> Response:
-        return json_reply(200, await _stats(server))
+    @router.get("/stats", summary="Counters of an engine and its queue; ?model= names it")
+    async def stats(request: Request) -> Response:
+        return json_reply(200, await _stats(server, request.query_params.get("model")))
 
     @router.get("/metrics", summary="Prometheus metrics")
     async def metrics() -> Response:
         with suppress(NanoInferenceError, ApiError):
-            await _fresh_stats(server, SCRAPE_PATIENCE)
+            engines = server.engines().values()
+            await asyncio.gather(*(_fresh_stats(client, SCRAPE_PATIENCE) for client in engines))
         return Response(server.metrics.text(), media_type=CONTENT_TYPE)
 
     if server.config.rl:  # the dialects have their own route
@@ -76,7 +74,8 @@ def server_routes(router: APIRouter, server: Server) -> None:
     @router.post("/flush_cache", summary="Drop cached prefixes; needs the admin key")
     async def flush_cache() -> Response:
         server.lifecycle.require_open()
-        await server.client.call("flush_cache")
+        for client in server.engines().values():
+            await client.call("flush_cache")
         return json_reply(200, {"flushed": True})
 
 
@@ -93,8 +92,8 @@ def _add_health(router: APIRouter, server: Server) -> None:
         }
         if status == "dead" and (reason := server.client.public_reason):
             body["reason"] = reason
-        if status == "starting" and server.client.loading:
-            body["loading"] = server.client.loading
+        if status == "starting" and (loading := server.pool.progress):
+            body["loading"] = loading
         return json_reply(200 if status == "ok" else 503, body)
 
     @router.get("/load", summary="Number of running requests")
@@ -102,35 +101,42 @@ def _add_health(router: APIRouter, server: Server) -> None:
         return json_reply(200, {"server_load": len(server.exchanges)})
 
 
-async def _fresh_stats(server: Server, timeout_s: float) -> EngineStats | None:
-    """Fetch the engine's statistics and store them in its client. Return the last known ones if the
+async def _fresh_stats(client: EngineClient, timeout_s: float) -> EngineStats | None:
+    """Fetch an engine's statistics and store them in its client. Return the last known ones if the
     engine has died or hangs.
     """
-    client = server.client
     if client.why_dead is None and not client.is_silent:
         with suppress(TimeoutError):  # it hangs: fall back to the last statistics
             client.stats = await client.call("stats", timeout=timeout_s)
     return client.stats
 
 
-async def _stats(server: Server) -> dict[str, Any]:
-    client = server.client
-    latest = await _fresh_stats(server, STATS_PATIENCE)
+async def _stats(server: Server, name: str | None) -> dict[str, Any]:
+    """Return the counters of the named model's engine: by default, of the one used last."""
+    engines = server.engines()
+    if name is not None and len(server.pool.models) > 1:
+        name = server.pool.named(name).name
+    else:
+        name = next(iter(engines), server.pool.models[0].name)
+    client = engines.get(name)
+    latest = None if client is None else await _fresh_stats(client, STATS_PATIENCE)
     queue = {
-        "num_samples": client.num_samples,
+        "num_samples": 0 if client is None else client.num_samples,
         "num_exchanges": len(server.exchanges),
-        "max_batch_size": client.info.max_batch_size,
+        "max_batch_size": 0 if client is None else client.info.max_batch_size,
         "max_queued_samples": server.config.max_queued_samples,
     }
     engine = None
     if latest is not None:
         engine = {**asdict(latest), "kv_leaked_blocks": leaked_blocks(latest)}
+    models = {model.name: model.status for model in server.pool.models}
     return {
         "status": server.lifecycle.status,
         "restarting": server.lifecycle.status == "dead" and not server.lifecycle.is_lost,
-        "model": server.metrics.model_name,
+        "model": name,
         "engine": engine,
         "queue": queue,
+        **({} if server.pool.stays_loaded else {"models": models}),
     }
 
 
@@ -195,59 +201,8 @@ def detokenize(body: bytes, served: Served) -> dict[str, Any]:
     return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
 
 
-def model_row(served: Served, name: str, created: float) -> dict[str, Any]:
-    """Return the entry of a model or an adapter in OpenAI's format."""
-    adapter = None if name in served.all_names else served.adapters().get(name)
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(created),
-        "owned_by": "nano-inference",
-        "root": served.name if adapter is None else adapter.folder or name,
-        "parent": None if adapter is None else served.name,
-        "max_model_len": served.engine.max_model_len,
-    }
-
-
-def anthropic_model_row(served: Served, name: str, created: float) -> dict[str, Any]:
-    """Return the entry of a model in Anthropic's format."""
-    return {
-        "type": "model",
-        "id": name,
-        "display_name": name,
-        "created_at": datetime.fromtimestamp(int(created), UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "lifecycle": "active",
-        "max_input_tokens": served.engine.max_model_len,
-        "max_tokens": served.engine.max_model_len,
-    }
-
-
-def model_routes(router: APIRouter, server: Server) -> None:
-    """Add the routes for models and tokens."""
-
-    def row(request: Request, name: str) -> dict[str, Any]:
-        make = anthropic_model_row if "anthropic-version" in request.headers else model_row
-        return make(server.require_served(), name, server.started)
-
-    @router.get(
-        "/v1/models", openapi_extra=operation(None, MODELS, summary="List the served models")
-    )
-    async def models(request: Request) -> Response:
-        served = server.require_served()
-        names = dict.fromkeys((*served.all_names, *served.adapters()))
-        rows = [row(request, name) for name in names]
-        if "anthropic-version" in request.headers:
-            ends = {"first_id": rows[0]["id"], "last_id": rows[-1]["id"]}
-            return json_reply(200, {"data": rows, "has_more": False, **ends})
-        return json_reply(200, {"object": "list", "data": rows})
-
-    @router.get(
-        "/v1/models/{name:path}",
-        openapi_extra=operation(None, MODEL, summary="Describe a served model"),
-    )
-    async def model(name: str, request: Request) -> Response:
-        adapter_of(name, server.require_served())
-        return json_reply(200, row(request, name))
+def token_routes(router: APIRouter, server: Server) -> None:
+    """Add the routes that convert between text and tokens."""
 
     @router.post(
         "/tokenize",
@@ -276,9 +231,27 @@ def model_routes(router: APIRouter, server: Server) -> None:
         return json_reply(200, await read_request(request, server, anthropic.count_tokens))
 
 
+async def embedded(
+    request: Request, server: Server, hosted: Hosted, asked: EmbeddingsAsked
+) -> list[bytes]:
+    """Return the embeddings of a request's inputs. Raises `ApiError`, and the engine's errors."""
+    server.lifecycle.require_open()  # it may have changed while the body arrived
+    rows: list[bytes] = []
+    seconds = server.config.request_timeout
+    with hosted.admission.embedding(len(asked.prompts)):
+        async with asyncio.timeout(seconds):  # for all portions, including the wait for a turn
+            for prompts in asked.portions():
+                async with hosted.embeds:
+                    if await request.is_disconnected():
+                        raise ClientDisconnect
+                    rows += await hosted.client.call(
+                        "embed", prompts=prompts, adapter=asked.adapter, timeout=seconds
+                    )
+    return rows
+
+
 def embedding_routes(router: APIRouter, server: Server) -> None:
     """Add the route for embeddings."""
-    turns = asyncio.Semaphore(EMBEDS_AT_ONCE)
 
     @router.post(
         "/v1/embeddings",
@@ -286,49 +259,17 @@ def embedding_routes(router: APIRouter, server: Server) -> None:
     )
     async def embeddings(request: Request) -> Response:
         server.lifecycle.require_open()
-        server.admission.require_room()
-        asked = await read_request(request, server, read_embeddings)
-        server.lifecycle.require_open()  # it may have changed while the body arrived
-        rows: list[bytes] = []
-        seconds = server.config.request_timeout
-        with server.admission.embedding(len(asked.prompts)):
-            async with asyncio.timeout(seconds):  # for all portions, including the wait for a turn
-                for prompts in asked.portions():
-                    async with turns:
-                        if await request.is_disconnected():
-                            raise ClientDisconnect
-                        rows += await server.client.call(
-                            "embed", prompts=prompts, adapter=asked.adapter, timeout=seconds
-                        )
-        body = asked.answer(rows, server.require_served())
-        return await reply_in_pieces(body, aside=True)
-
-
-def response_routes(router: APIRouter, server: Server) -> None:
-    """Add the routes for stored responses."""
-    path = "/v1/responses/{name}"
-
-    @router.get(path, openapi_extra=operation(None, RESPONSE, summary="Get a stored response"))
-    async def look(name: str) -> Response:
-        return json_reply(200, server.require_served().responses.get(name).response)
-
-    @router.get(
-        f"{path}/input_items",
-        openapi_extra=operation(None, ITEMS, summary="List the input of a stored response"),
-    )
-    async def items(name: str) -> Response:
-        input_items = server.require_served().responses.get(name).items
-        return json_reply(200, {"object": "list", "data": input_items, "has_more": False})
-
-    @router.delete(path, openapi_extra=operation(None, DELETED, summary="Delete a stored response"))
-    async def remove(name: str) -> Response:
-        server.require_served().responses.remove(name)
-        return json_reply(200, {"id": name, "object": "response", "deleted": True})
+        if server.pool.stays_loaded:
+            server.pool.only.admission.require_room()  # before reading the body
+        async with reading(request, server, read_embeddings) as (asked, lease):
+            rows = await embedded(request, server, lease.hosted, asked)
+            body = asked.answer(rows, served_by(lease.hosted))
+            return await reply_in_pieces(body, aside=True)
 
 
 def fleet_routes(router: APIRouter, server: Server) -> None:
     """Add the routes that manage replicas, if there are several."""
-    fleet = server.client.managed
+    fleet = server.client.managed if server.pool.stays_loaded else None
     if fleet is None:
         return
 

@@ -180,7 +180,7 @@ class Runner(uvicorn.Server):
             Path(uds).unlink(missing_ok=True)
         if self.force_exit:
             with suppress(Exception):
-                await asyncio.wait_for(self._server.client.close(), _RUSH)
+                await asyncio.wait_for(self._server.pool.close(), _RUSH)
             logging.shutdown()
             # a normal exit would wait for a thread in the middle of a step
             os._exit(128 + self._last_signal)

@@ -61,7 +61,7 @@ class TokenMasks:
             for (row, state), (_, tokens) in ((each, missing[each[0]]) for each in states):
                 if (why := _refusal(state, tokens[at])) is not None:
                     raise NotInGrammar(texts.index(missing[row]), at, why)
-                made[row].append(self._one_of(state.words))
+                made[row].append(self.shared(state.words))
         for text, masks in zip(missing, made, strict=True):
             by_text[text] = masks
             self._keep(text, masks)
@@ -83,8 +83,8 @@ class TokenMasks:
                 live[0][1].fill(state for _, state in live[1:])
             yield at, live
 
-    def _one_of(self, words: np.ndarray) -> np.ndarray:
-        """Return the shared array of a mask. A copy: `words` is a row of a larger table."""
+    def shared(self, words: np.ndarray) -> np.ndarray:
+        """Return the shared array of a mask. A copy: `words` may be a row of a larger table."""
         digest = blake2b(words.data, digest_size=16).digest()
         with self._lock:
             known = self._known.get(digest)

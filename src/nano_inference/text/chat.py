@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.text import control_tokens, sandbox
+from nano_inference.text import control_tokens, reuse, sandbox
 from nano_inference.text.messages import Messages, checked_kwargs, plain, prepare
 from nano_inference.text.tokenizer import Tokenizer
 
@@ -89,7 +89,9 @@ def encode_chat(
         template_kwargs=template_kwargs,
         documents=documents,
     )
-    return control_tokens.encode_marked(tokenizer, text) if marked else tokenizer.encode(text)
+    return (
+        control_tokens.encode_marked(tokenizer, text) if marked else reuse.encode(tokenizer, text)
+    )
 
 
 def render_marked(

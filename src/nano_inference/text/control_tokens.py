@@ -22,6 +22,7 @@ from tokenizers import AddedToken, models, normalizers
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.text.budget import MAX_TEXT
+from nano_inference.text.reuse import Memo
 from nano_inference.text.tokenizer import LONG, Tokenizer, encode_ids
 
 # templates do not change digits: JSON, case, trimming and splitting at spaces keep them
@@ -49,11 +50,15 @@ class _Finder:
     begins: frozenset[str]
     ends: frozenset[str]
     longest: int
+    kept: Memo[frozenset[int]]  # places in texts that the next turn of a conversation repeats
 
-    def places(self, text: str) -> set[int]:
+    def places(self, text: str) -> frozenset[int]:
         """Return the positions for marks, so that no concatenation with `text` contains a control
         token.
         """
+        return self.kept(text)
+
+    def search(self, text: str) -> frozenset[int]:
         # ignoring case, since a template may change it
         positions = {begin + 1 for begin, _ in _spans(self.any_case, text)}
         for size in range(2, min(self.longest, len(text)) + 1):
@@ -61,7 +66,7 @@ class _Finder:
                 positions.add(len(text) - size + 1)
             if text[:size].lower() in self.ends:
                 positions.add(1)
-        return positions
+        return frozenset(positions)
 
 
 def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
@@ -85,13 +90,15 @@ def _finder(tokenizer: Tokenizer) -> _Finder:
     any_case.normalizer = normalizers.Lowercase()
     any_case.add_special_tokens([AddedToken(text, normalized=True) for text in texts])
     lower = [text.lower() for text in texts]
-    return _Finder(
+    finder = _Finder(
         exact=exact,
         any_case=any_case,
         begins=frozenset(text[:size] for text in lower for size in range(2, len(text))),
         ends=frozenset(text[-size:] for text in lower for size in range(2, len(text))),
         longest=max(map(len, texts), default=0),
+        kept=Memo(lambda text: finder.search(text)),
     )
+    return finder
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:

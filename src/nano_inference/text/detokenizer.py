@@ -35,15 +35,20 @@ class Detokenizer:
         tokenizer: Tokenizer with the decoder. Tokens added to it later are ignored.
         skip_special_tokens: Give special tokens no text.
         mark: Text to insert before each special token.
+        shown: Special tokens that have text in any case.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, mark: str = ""
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        mark: str = "",
+        shown: frozenset[str] = frozenset(),
     ) -> None:
         plan = plan_of(tokenizer)
         self._backend = tokenizer.backend
         self._added = plan.added
-        self._skipped = plan.special if skip_special_tokens else frozenset[str]()
+        self._skipped = plan.special - shown if skip_special_tokens else frozenset[str]()
         self._marked, self._mark = plan.special if mark else frozenset[str](), mark
         self._steps = [copy.copy(step) for step in plan.steps]
 
@@ -82,6 +87,11 @@ class Detokenizer:
         return token
 
 
+def special_among(tokens: frozenset[str], tokenizer: Tokenizer) -> frozenset[str]:
+    """Return those of the tokens that are special."""
+    return tokens & plan_of(tokenizer).special
+
+
 def decoder_types(tokenizer: Tokenizer) -> list[str]:
     """Return the types of the tokenizer's decoders, as in `tokenizer.json`."""
     decoder = tokenizer.backend.decoder
@@ -104,6 +114,7 @@ class OutputText:
         stop: Stop strings, none of them empty.
         skip_special_tokens: Give special tokens no text.
         mark: Text to insert before each special token.
+        shown: Special tokens that have text in any case.
 
     Raises:
         InvalidRequest: A stop string is empty.
@@ -115,13 +126,14 @@ class OutputText:
         stop: tuple[str, ...] = (),
         skip_special_tokens: bool = True,
         mark: str = "",
+        shown: frozenset[str] = frozenset(),
     ) -> None:
         if "" in stop:
             raise InvalidRequest(
                 f"stop={stop!r} holds an empty string, which would end every sample; leave it out."
             )
         self._stop = stop
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, mark)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, mark, shown)
         self._shown: list[str] = []  # all text that may be shown, in pieces
         self._num_taken = 0  # pieces of it that `take` has returned
         self._held = ""  # final text, but a proper prefix of some stop string

@@ -27,6 +27,7 @@ _OWN = {field.name for field in fields(SamplingParams)} - {
     "top_logprobs",
     "sampling_mask",
     "routed_experts",
+    "logits_processors",
 }
 
 

@@ -87,7 +87,7 @@ def test_rollout_config_sets_request_defaults() -> None:
 @pytest.mark.parametrize(
     ("told", "named"),
     [
-        ({"bad_words": ["x"]}, "'bad_words'"),
+        ({"stop_regex": "x"}, "'stop_regex'"),
         ({"raw_logprobs": True}, "'raw_logprobs'"),
         ({"top_logprobs": 3}, "'top_logprobs'"),
         ({"n": 2}, "n=2"),

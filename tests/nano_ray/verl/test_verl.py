@@ -67,7 +67,7 @@ def test_requests(seen: dict[str, Any], tmp_path: Path) -> None:
     assert seen["whole"]["stop_reason"] == "completed"
     assert 0 < len(seen["plain"]["token_ids"]) == len(seen["plain"]["log_probs"]) <= 400
     assert "tensor_model_parallel_size=2: a replica is one process" in seen["two"]
-    assert "'bad_words' is not a sampling parameter" in seen["unknown"]
+    assert "'stop_regex' is not a sampling parameter" in seen["unknown"]
 
 
 def test_aborts(seen: dict[str, Any], tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ async def whole(client: Any, seen: dict[str, Any]) -> None:
         await client.generate("b", prompt_ids=PROMPT, sampling_params=dict(PARAMS))
     )
     try:
-        await client.generate("c", prompt_ids=PROMPT, sampling_params=PARAMS | {"bad_words": ["x"]})
+        await client.generate("c", prompt_ids=PROMPT, sampling_params=PARAMS | {"stop_regex": "x"})
     except ray.exceptions.RayTaskError as problem:
         seen["unknown"] = str(problem.cause)
 

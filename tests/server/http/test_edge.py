@@ -23,7 +23,7 @@ from nano_inference.server.main import PROTOCOLS, ROUTES, running_server
 from nano_inference.server.paths import CONTROL
 from nano_inference.server.server import Server
 from tests.depth import at_depth
-from tests.server.scripted import ScriptedClient
+from tests.server.scripted import ScriptedClient, sources
 
 KEY, OTHER, ADMIN = "key-one", "key-two", "admin-key"
 BODY = {"prompt": "Hi", "max_tokens": 3}
@@ -51,7 +51,7 @@ def open_() -> Iterator[str]:
 
 
 def all_routes() -> list[tuple[str, str]]:
-    routes = build_routes(Server(ServerConfig(), ScriptedClient()), PROTOCOLS, ROUTES)
+    routes = build_routes(Server(ServerConfig(), sources(ScriptedClient())), PROTOCOLS, ROUTES)
     paths = routes.openapi()["paths"]
     found = [
         (method.upper(), path.replace("{", "").replace("}", ""))
@@ -387,6 +387,7 @@ def test_cors_is_off_by_default(keyed: str) -> None:
         {"api_keys": ("",)},
         {"api_keys": ("se cret",)},
         {"admin_key": ""},
+        {"reasoning_key": "a b"},
         {"api_keys": ("secret",), "admin_key": "secret"},
         {"max_queued_samples": -1},
         {"max_body_bytes": 0},

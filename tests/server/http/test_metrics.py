@@ -92,7 +92,7 @@ def test_metrics_count_events(server: str) -> None:
 
 def test_failover_pauses_are_a_consistent_histogram() -> None:
     made = Made(2, Script())
-    metrics = Metrics(made.client)
+    metrics = Metrics(lambda: {"m": made.client})
     metrics.serve("m")
     for seconds in (0.005, 0.02, 0.02, 0.15, 0.15, 0.15, 9.0, 100.0):
         made.client.failover.paused(seconds)
@@ -116,7 +116,7 @@ def test_failover_pauses_are_a_consistent_histogram() -> None:
 
 def test_drafts_are_counted_by_source_and_place() -> None:
     made = Made(1, Script())
-    metrics = Metrics(made.client)
+    metrics = Metrics(lambda: {"m": made.client})
     metrics.serve("m")
     drafts = SpeculationStats(
         ("grammar", "suffix"),
@@ -158,7 +158,7 @@ def test_dashboard_draws_existing_metrics(tmp_path: Path, monkeypatch: pytest.Mo
     board = (DOCS / "grafana.json").read_text()
     assert (tmp_path / "grafana.json").read_text() == board, "run python docs/make_grafana.py"
     made = Made(2, Script())
-    metrics = Metrics(made.client)
+    metrics = Metrics(lambda: {"m": made.client})
     metrics.serve("m")
     made.client.stats = stats_with(speculation=None)
     # labelled metrics have no samples before their first event

@@ -169,23 +169,23 @@ def chat_of(tokenizer: Tokenizer) -> Conversation:
 def test_store_limits_each_key(tokenizer: Tokenizer) -> None:
     now, chat = 0.0, chat_of(tokenizer)
     store = SessionStore(ServerConfig(max_sessions=2, session_timeout=10), lambda: now)
-    first = store.add(b"a", SessionOptions(), chat)
+    first = store.add("a", SessionOptions(), chat)
     now = 6.0
-    second = store.add(b"a", SessionOptions(), chat)
-    store.add(b"b", SessionOptions(), chat)
+    second = store.add("a", SessionOptions(), chat)
+    store.add("b", SessionOptions(), chat)
     for too_many in (
-        lambda: store.add(b"a", SessionOptions(), chat),
+        lambda: store.add("a", SessionOptions(), chat),
         lambda: store.fork(second, 1),
     ):
         with pytest.raises(ApiError, match="max_sessions") as caught:
             too_many()
         assert caught.value.status == 429
     with pytest.raises(ApiError) as caught:  # another key's session
-        store.get(first.name, b"b")
+        store.get(first.name, "b")
     assert caught.value.status == 404
     now = 11.0
     with pytest.raises(ApiError) as caught:
-        store.get(first.name, b"a")
+        store.get(first.name, "a")
     assert caught.value.status == 410
     assert store.fork(second, 1)[0].parent == second.name
 
@@ -193,7 +193,7 @@ def test_store_limits_each_key(tokenizer: Tokenizer) -> None:
 def test_store_limits_bytes(tokenizer: Tokenizer) -> None:
     chat = chat_of(tokenizer)
     store = SessionStore(ServerConfig(max_session_bytes=5000))
-    session = store.add(b"", SessionOptions(), chat)
+    session = store.add("", SessionOptions(), chat)
     longer = chat.with_messages([{"role": "user", "content": "word " * 500}])
     with pytest.raises(ApiError, match="max_session_bytes"):
         store.extend(session, chat, longer)
@@ -202,7 +202,7 @@ def test_store_limits_bytes(tokenizer: Tokenizer) -> None:
 
 def test_concurrent_changes_of_a_session_are_rejected(tokenizer: Tokenizer) -> None:
     chat, store = chat_of(tokenizer), SessionStore(ServerConfig())
-    session, turn = store.add(b"", SessionOptions(), chat), object()
+    session, turn = store.add("", SessionOptions(), chat), object()
     session.begin(turn)
     for act in (lambda: session.begin(object()), lambda: store.extend(session, chat, chat)):
         with pytest.raises(ApiError) as caught:
@@ -220,10 +220,10 @@ def test_concurrent_changes_of_a_session_are_rejected(tokenizer: Tokenizer) -> N
 def test_busy_session_does_not_expire(tokenizer: Tokenizer) -> None:
     now = 0.0
     store = SessionStore(ServerConfig(session_timeout=10), lambda: now)
-    session = store.add(b"", SessionOptions(), chat_of(tokenizer))
+    session = store.add("", SessionOptions(), chat_of(tokenizer))
     session.begin(object())
     now = 60.0
-    assert store.get(session.name, b"") is session
+    assert store.get(session.name, "") is session
 
 
 KEYS = ServerConfig(port=0, in_process=True, api_keys=("one", "two"), admin_key="admin")

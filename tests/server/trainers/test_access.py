@@ -20,7 +20,7 @@ from nano_inference.server.http.layers import Keys, host_name, is_address
 from nano_inference.server.main import PROTOCOLS, RL_PROTOCOLS, RL_ROUTES, running_server
 from nano_inference.server.runner import log_start
 from nano_inference.server.server import Server
-from tests.server.scripted import ScriptedClient
+from tests.server.scripted import ScriptedClient, sources
 
 # a key for administrators, for users, for everyone
 SWAP, READ, ALIVE = "/update_weights", "/weight_info", "/liveness"
@@ -37,7 +37,7 @@ def status(config: ServerConfig, path: str, headers: list[tuple[bytes, bytes]]) 
 
 def test_dialect_routes_have_an_access_level() -> None:
     """Require a table entry for every route: without one it would be open to all users."""
-    server = Server(ServerConfig(rl=True), ScriptedClient())
+    server = Server(ServerConfig(rl=True), sources(ScriptedClient()))
     router = APIRouter()
     for add in RL_ROUTES:
         add(router, server)

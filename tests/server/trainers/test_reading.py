@@ -31,7 +31,7 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.main import RL_PROTOCOLS, RL_ROUTES
 from nano_inference.server.server import Server
 from tests.depth import at_depth
-from tests.server.scripted import ScriptedClient
+from tests.server.scripted import ScriptedClient, sources
 
 SCALAR = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
@@ -117,7 +117,7 @@ def test_read_fields_names_a_missing_field(body: Mapping[str, Any], message: str
 
 
 def test_routes_are_known_to_access_and_errors() -> None:
-    server = Server(ServerConfig(rl=True), ScriptedClient())
+    server = Server(ServerConfig(rl=True), sources(ScriptedClient()))
     router = APIRouter()
     for add in RL_ROUTES:
         add(router, server)

@@ -366,7 +366,6 @@ def test_sample_reports_one_version_of_the_weights(rl_server: str) -> None:
             for name, value in {
                 "image_data": ["a.png"],
                 "return_hidden_states": True,
-                "token_ids_logprob": [5],
                 "custom_logit_processor": "a",
                 "session_params": {"id": "a"},
             }.items()

@@ -36,7 +36,7 @@ async def rendered() -> dict[str, Any]:
     refused: dict[str, str] = {}
     for name, more in {
         "too long": {"prompt_ids": [5] * 600},
-        "a grammar": {"sampling_params": {"bad_words": ["a"]}},
+        "a grammar": {"sampling_params": {"stop_regex": "a"}},
     }.items():
         try:
             await generate(**(ask | more))

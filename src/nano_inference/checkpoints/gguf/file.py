@@ -85,7 +85,7 @@ def read_model(path: Path) -> GgufModel:
         ModelLoadError: The file or a part is missing, truncated or not GGUF, or has an unknown
             architecture or tensor type.
     """
-    parts = _parts(path.absolute())
+    parts = parts_of(path.absolute())
     headers = [read_header(part) for part in parts]
     digest = hashlib.sha256()
     for part, header in zip(parts, headers, strict=True):
@@ -200,7 +200,7 @@ def _stem(path: Path) -> str:
     return path.name if match is None else f"{match['stem']} of {match['count']}"
 
 
-def _parts(path: Path) -> list[Path]:
+def parts_of(path: Path) -> list[Path]:
     """Return the files of a model in order: one, or all parts of a split one."""
     match = _PART.fullmatch(path.name)
     if match is None:

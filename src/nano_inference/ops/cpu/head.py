@@ -256,6 +256,7 @@ def _empty_draw(batch: SamplingBatch, vocab: int) -> Draw:
         kept,
         top_ids,
         xp.empty((num, num_top)),
+        xp.empty((len(batch.named.ids), 2)),
     )
 
 

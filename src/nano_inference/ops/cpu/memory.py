@@ -8,8 +8,9 @@ import errno
 import math
 import mmap
 import sys
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -35,15 +36,17 @@ class Arena:
     """Allocator of pieces of large mappings. A mapping lives as long as one of its tensors."""
 
     def __init__(self) -> None:
-        self._chunk = host.empty(0, dtype=host.uint8)
+        self._newest: Callable[[], HostArray | None] = lambda: None  # a weak reference
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
         """Allocate zeros: a host array or a tensor, as `dtype` is numpy's or torch's."""
         size = math.prod(shape) * dtype.itemsize
-        if self._used + size > len(self._chunk):
-            self._chunk, self._used = _mapping(max(size, CHUNK)), 0
-        piece = self._chunk[self._used : self._used + size]
+        whole = self._newest()
+        if whole is None or self._used + size > len(whole):
+            whole = _mapping(max(size, CHUNK) + HUGE_PAGE)
+            self._newest, self._used = weakref.ref(whole), -whole.data_ptr() % HUGE_PAGE
+        piece = whole[self._used : self._used + size]
         self._used += -(-size // ALIGNMENT) * ALIGNMENT
         piece = piece if isinstance(dtype, np.dtype) else as_torch(piece)
         return piece.view(dtype).reshape(shape)
@@ -146,13 +149,11 @@ def _advise(tensor: Tensor, advice: int) -> None:
 
 
 def _mapping(size: int) -> HostArray:
-    memory = _map(size + HUGE_PAGE)
+    memory = _map(size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a Linux kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = host.frombuffer(memory, dtype=host.uint8)
-    start = -whole.data_ptr() % HUGE_PAGE
-    return whole[start : start + size]
+    return host.frombuffer(memory, dtype=host.uint8)
 
 
 def _map(size: int) -> mmap.mmap:

@@ -71,12 +71,15 @@ class Recorder:
         self.dtype = dtype
         self.float32 = namespace(dtype).float32
         self._moe, self._states = moe, states
-        self.latent = LatentOps(self._meet, self._latent_values)
         self.buffers: list[Buffer] = []
         self.operations: list[Operation] = []
         self.windows: list[Window] = []
         self.adapted: list[str] = []  # names of weights whose products adapters may add to
         self.num_positions = 0
+
+    @property
+    def latent(self) -> LatentOps[Buffer]:  # made when asked for, so that no cycle keeps weights
+        return LatentOps(self._meet, self._latent_values)
 
     def new(self, columns: int, dtype: Dtype) -> Buffer:
         """Return a new buffer."""

@@ -57,14 +57,16 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
     num, vocab, device = len(batch), model_logits.shape[1], model_logits.device
     token_ids = torch.empty(num, dtype=torch.int64, device=device)
     logprobs, raw, mass = torch.empty((3, num), device=device).unbind()
-    shown = torch.empty((2, num), device=device)
+    shown = torch.empty((4, num), device=device)
+    named = torch.empty((len(batch.named.ids), 2), device=device)
     num_top = min(batch.most_top, vocab)
     wants_mask = batch.any_filter and batch.any_kept
     kept = torch.empty((num, vocab), dtype=torch.bool, device=device) if wants_mask else None
     top_ids = torch.empty((num, num_top), dtype=torch.int64, device=device)
     result = Draw(
-        token_ids, logprobs, raw, mass, kept, top_ids, torch.empty(top_ids.shape, device=device)
-    )
+        token_ids, logprobs, raw, mass, kept, top_ids,
+        torch.empty(top_ids.shape, device=device), named,
+    )  # fmt: skip
     if num == 0:
         return result
     changed = edited(model_logits, batch)
@@ -99,6 +101,8 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
         filters.write_mask(
             kept, filtered, source, parts[_MAXIMUM.value], batch, changed is not None
         )
+    if len(named):
+        _write_named(named, shown, source, model_logits, batch, filtered, flags)
     if num_top:
         best_tokens(
             result,
@@ -212,7 +216,8 @@ def _finish_kernel(
     logprobs,  # float32 [R]
     raw_logprobs,  # float32 [R]
     log_kept_mass,  # float32 [R]
-    shown,  # float32 [2, R]: maximum and log of the sum of odds that `best_tokens` shows
+    shown,  # float32 [4, R]: maximum and log of the sum of odds that best and named tokens show,
+    # then those of the model's own logits if RAW
     num,
     V: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -262,6 +267,8 @@ def _finish_kernel(
         raw, own_highest, own_log_sum = _raw_logprob(
             own + tl.load(rows + sample) * V, token, maxima, sums
         )
+        tl.store(shown + 2 * num + sample, own_highest)
+        tl.store(shown + 3 * num + sample, own_log_sum)
         logprob = tl.where(greedy, raw, logprob)
         highest = tl.where(greedy, own_highest, highest)
         log_sum = tl.where(greedy, own_log_sum, log_sum)
@@ -475,6 +482,81 @@ def _mask_kernel(
             tl.store(logits + sample * V + ids, tl.where(may, x, -float("inf")), mask=ids < V)
 
 
+def _write_named(
+    named: Tensor,
+    shown: Tensor,
+    logits: Tensor,
+    model_logits: Tensor,
+    batch: SamplingBatch,
+    filtered: Filtered | None,
+    flags: dict[str, bool],
+) -> None:
+    """Fill in the logprobs of named tokens: float32 [E, 2]. Other arguments are as in
+    `best_tokens`, and `flags` those of the kernels.
+    """
+    count, num = len(named), len(batch)
+    bounds = batch.rows if filtered is None else filtered.bounds
+    _named_kernel[triton.cdiv(count, _ENTRIES),](
+        logits, model_logits, batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p,
+        bounds, shown, *batch.named[:2], named, num, count,
+        V=logits.shape[1], FILTERED=filtered is not None, SIZE=_ENTRIES, **flags,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num", "count"],
+    do_not_specialize_on_alignment=[
+        *("rows", "temperatures", "top_k", "top_p", "min_p", "bounds", "shown"),
+        *("entry_rows", "entry_ids", "named"),
+    ],
+)
+def _named_kernel(
+    logits,
+    own,
+    rows,
+    temperatures,
+    top_k,
+    top_p,
+    min_p,
+    bounds,  # int32 [3, R], from `filters.Filtered`
+    shown,  # float32 [4, R]
+    entry_rows,  # int64 [E]
+    entry_ids,  # int64 [E]
+    named,  # float32 [E, 2], written
+    num,  # R
+    count,  # E
+    V: tl.constexpr,
+    FILTERED: tl.constexpr,
+    CHANGED: tl.constexpr,
+    RAW: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Compute the logprobs of named tokens. Grid (parts of the entries,)."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    sample = tl.load(entry_rows + at, mask=inside, other=0)
+    ids = tl.load(entry_ids + at, mask=inside, other=0)
+    divisor, _, _, least, filters = asks(sample, temperatures, top_k, top_p, min_p)
+    highest, log_sum = finite_or_zero(tl.load(shown + sample)), tl.load(shown + num + sample)
+    row = tl.load(rows + sample)
+    x = tl.load(logits + (sample if CHANGED else row) * V + ids)
+    distance = tl.div_rn(x - highest, divisor)
+    if FILTERED:
+        rank = distance_of(x, highest, divisor)
+        cut = filters & (keeps(rank, ids, bounds, sample, num, least) == 0)
+        distance = tl.where(cut, -float("inf"), distance)
+    drawn = distance - log_sum
+    raw = tl.zeros_like(drawn)
+    if RAW:
+        own_highest = finite_or_zero(tl.load(shown + 2 * num + sample))
+        x = tl.load(own + row * V + ids)
+        raw = (x - own_highest) - tl.load(shown + 3 * num + sample)
+        drawn = tl.where(tl.load(temperatures + sample) == 0, raw, drawn)
+    tl.store(named + 2 * at, drawn, mask=inside)
+    tl.store(named + 2 * at + 1, raw, mask=inside)
+
+
 _TILE = 16  # samples ranked together: bounds memory, 8 bytes per token of the vocabulary
 _SHOWN = 32  # best tokens in the smallest kernel: larger numbers are rounded up to powers of two
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
@@ -497,9 +579,9 @@ def best_tokens(
 
     Args:
         draw: Draw. Its `top_ids` and `top_logprobs` are written.
-        shown: float32 [2, R], maximum and log of the sum of odds of the logits that each sample
-            shows. A greedy sample shows the model's own logits, any other sample the logits that it
-            was drawn from.
+        shown: float32 [4, R], first the maximum and log of the sum of odds of the logits that each
+            sample shows. A greedy sample shows the model's own logits, any other sample the
+            logits that it was drawn from.
         maxima: float32 [R, blocks] of `logits`.
         logits: float32 [L, V], or [R, V] if `changed`.
         model_logits: float32 [L, V], the model's own logits.
@@ -580,7 +662,7 @@ def _rank_kernel(
 def _show_kernel(
     best,  # int64 [samples of this tile, K]: rank values, falling
     temperatures,
-    shown,  # float32 [2, R]
+    shown,  # float32 [4, R]
     top_ids,  # int64 [R, K], written
     top_logprobs,  # float32 [R, K], written
     num,

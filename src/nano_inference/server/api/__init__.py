@@ -1,4 +1,4 @@
-"""The HTTP protocols of OpenAI and Anthropic.
+"""The HTTP protocols of OpenAI, Anthropic and Ollama.
 
 Begin with: shared/fields.py.
 Tests: tests/server/api.

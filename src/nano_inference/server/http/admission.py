@@ -20,7 +20,7 @@ Status = Literal["starting", "ok", "stalled", "dead", "draining"]
 
 @dataclass
 class Readiness:
-    """State of the server for `/health` and for admission.
+    """State of one engine for admission.
 
     Attributes:
         client: Client of the engine.
@@ -28,20 +28,16 @@ class Readiness:
         is_ready: True once the engine has been built and the served model is known. It stays True
             if the engine dies.
         failure: Reason why the engine cannot be built.
-        is_draining: True if the server is shutting down.
     """
 
     client: EngineClient
     restarts: bool = False
     is_ready: bool = False
     failure: str | None = None
-    is_draining: bool = False
 
     @property
     def status(self) -> Status:
-        """Status of the server in one word."""
-        if self.is_draining:
-            return "draining"
+        """Status of the engine in one word."""
         if self.failure is not None:
             return "dead"
         if not self.is_ready:
@@ -58,9 +54,7 @@ class Readiness:
         )
 
     def require_ready(self) -> None:
-        """Raise `ApiError` 503 until the engine is built. Used by all routes except health
-        routes.
-        """
+        """Raise `ApiError` 503 until the engine is built."""
         if not self.is_ready:
             if self.failure is not None:
                 raise _DEAD
@@ -69,13 +63,8 @@ class Readiness:
                 503, f"the engine is being built{state}.", code="starting", headers=retry_after(1.0)
             )
 
-    def require_open(self) -> None:
-        """Raise `ApiError` 503 if the server accepts no new work."""
-        if self.is_draining:
-            # Another server with the same name may accept it.
-            raise ApiError(
-                503, "the server is shutting down.", code="draining", headers=retry_after(1.0)
-            )
+    def require_alive(self) -> None:
+        """Raise `ApiError` 503 if the engine is dead."""
         if self.status == "dead":
             if self.is_lost:
                 raise _DEAD

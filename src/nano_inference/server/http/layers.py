@@ -44,7 +44,7 @@ class Level(Enum):
 HEALTH = frozenset(("/health", "/ping"))
 # All other paths, even unknown ones, are `KEY`.
 LEVELS: dict[str, Level] = dict.fromkeys(HEALTH | paths.PAGE, Level.OPEN)
-LEVELS |= {"/flush_cache": Level.ADMIN}
+LEVELS |= dict.fromkeys(("/flush_cache", "/models/load", "/models/unload"), Level.ADMIN)
 LEVELS |= dict.fromkeys(("/fleet", "/fleet/add", "/fleet/drain", "/fleet/remove"), Level.ADMIN)
 # Additional levels with `ServerConfig.rl`.
 RL_LEVELS: dict[str, Level] = dict.fromkeys(paths.CHANGING, Level.ADMIN) | dict.fromkeys(
@@ -69,8 +69,9 @@ class Keys:
         # allowed `Host` in addition to addresses; None: any
         self._name = None if config.rl_open else config.host.lower()
 
-    def require(self, path: str, headers: Headers) -> None:
-        """Check a request's access.
+    def require(self, path: str, headers: Headers) -> tuple[str, bool]:
+        """Check a request's access. Return the digest of its key, or "" if none is needed, and True
+        if it opens what belongs to other keys. Without keys, all clients are one.
 
         Raises:
             ApiError: 401 for a missing or wrong key. 403 for a key that does not open this route,
@@ -81,12 +82,12 @@ class Keys:
             self._refuse_strangers(headers)
             level = Level.KEY
         if level is Level.OPEN or (level is Level.KEY and not self._keys):
-            return
+            return "", not self._keys
         digests = [_digest(key) for key in _keys_in(headers)]
-        is_admin = self._admin is not None and _among(digests, [self._admin])
-        if is_admin:  # the admin key opens every route
-            return
-        is_user = _among(digests, self._keys)
+        if self._admin is not None and _among(digests, [self._admin]):
+            return self._admin.hex(), True  # the admin key opens every route
+        users = [digest for digest in digests if _among([digest], self._keys)]
+        is_user = bool(users)
         if level is Level.KEY and not is_user:
             raise ApiError(401, _WRONG if digests else _MISSING, headers=_ASK)
         if level is Level.ADMIN:
@@ -99,17 +100,7 @@ class Keys:
             if not is_user:
                 raise ApiError(401, _WRONG if digests else _MISSING, headers=_ASK)
             raise ApiError(403, "this route needs the admin key.", headers=NO_RETRY)
-
-    def holder(self, headers: Headers) -> tuple[bytes, bool]:
-        """Return the digest of the request's key, and True if it opens what belongs to other keys.
-        Without keys, all clients are one.
-        """
-        if not self._keys:
-            return b"", True
-        digests = [_digest(key) for key in _keys_in(headers)]
-        valid = [key for key in self._keys if _among(digests, [key])]
-        is_admin = self._admin is not None and _among(digests, [self._admin])
-        return (valid or [b"admin"])[0], is_admin
+        return users[0].hex(), False
 
     def _refuse_strangers(self, headers: Headers) -> None:
         """Reject web pages and requests that a proxy forwards. A proxy's requests come from this
@@ -324,9 +315,8 @@ class Gate:
         path, headers = scope["path"], scope["headers"]
         if not path.isprintable():  # the router's patterns accept a trailing line feed
             raise no_route(path)
-        self._keys.require(path, headers)
         record = record_of(scope)
-        record.owner, record.is_admin = self._keys.holder(headers)
+        record.owner, record.is_admin = self._keys.require(path, headers)
         if path not in HEALTH | paths.PAGE:
             self._ready()
         if scope["method"] in _WITH_BODY:

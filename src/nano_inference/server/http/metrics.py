@@ -6,7 +6,7 @@ other requests when they are complete.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -146,13 +146,13 @@ class Metrics:
     """Metrics of one server.
 
     Args:
-        client: Client whose reports contain the engine's counters.
+        engines: Returns the clients whose reports contain the engines' counters, by model name.
     """
 
-    def __init__(self, client: EngineClient) -> None:
-        self.model_name = ""  # label of all metrics; known when the engine is ready
+    def __init__(self, engines: Callable[[], Mapping[str, EngineClient]]) -> None:
+        self.model_name = ""  # label of requests that reached no model; known at the start
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(client, self))
+        self._registry.register(_EngineCollector(engines))
         self._families = {
             name: Histogram(
                 PREFIX + name, text, ("model_name",), buckets=buckets, registry=self._registry
@@ -163,28 +163,25 @@ class Metrics:
             name: Counter(PREFIX + name, text, ("model_name", label), registry=self._registry)
             for name, (text, label) in _COUNTERS.items()
         }
-        self._bound: dict[str, Histogram] = {}
+        self._bound: dict[str, dict[str, Histogram]] = {}
 
     def serve(self, model_name: str) -> None:
-        """Set the served model's name."""
-        self.model_name = model_name
-        self._bound = {name: family.labels(model_name) for name, family in self._families.items()}
+        """Add a model, whose metrics are all zero. The first one is the label of other requests."""
+        self.model_name = self.model_name or model_name
+        self._bound[model_name] = {
+            name: family.labels(model_name) for name, family in self._families.items()
+        }
 
-    def observe(self, name: str, value: float) -> None:
-        """Add a value to a histogram."""
-        self._bound[name].observe(value)
-
-    def count(self, name: str, label: str) -> None:
+    def count(self, name: str, label: str, model: str | None = None) -> None:
         """Increment a counter."""
-        self._counters[name].labels(self.model_name, label).inc()
+        self._counters[name].labels(model or self.model_name, label).inc()
 
-    def refused(self, status: int, problem: str | None) -> None:
+    def refused(self, status: int, problem: str | None, model: str | None = None) -> None:
         """Count a request answered with an error status. `problem` is the error's code, if any."""
-        self.count("request_errors", str(status))
+        self.count("request_errors", str(status), model)
         if status in _REASONS:
-            self.count(
-                "admission_rejections", problem if problem in _NOT_SERVING else _REASONS[status]
-            )
+            reason = problem if problem in _NOT_SERVING else _REASONS[status]
+            self.count("admission_rejections", reason, model)
 
     def sent(self, record: RequestRecord) -> None:
         """Measure an event of a stream. Called for every event, so it must be cheap."""
@@ -192,23 +189,28 @@ class Metrics:
         if record.first_token is None:
             record.first_token = now - record.started
         else:
-            self._bound["inter_token_latency_seconds"].observe(now - record.last_event)
+            bound = self._bound[record.model or self.model_name]
+            bound["inter_token_latency_seconds"].observe(now - record.last_event)
         record.last_event = now
 
     def ended(self, record: RequestRecord, generation: Generation, seconds: float) -> None:
         """Measure a generation that ended."""
-        observe, usage = self.observe, generation.usage
+        usage, asks, model = generation.usage, generation.builder.asks, record.model
+        bound = self._bound[model or self.model_name]
+
+        def observe(name: str, value: float) -> None:
+            bound[name].observe(value)
+
         for choice in generation.choices:
             reason = "abort" if choice.finished is None else choice.finished.finish_reason
-            self.count("request_success", reason)
+            self.count("request_success", reason, model)
+        if not asks:  # it only loaded its model
+            return
         observe("e2e_request_latency_seconds", seconds)
         observe("request_prompt_tokens", usage.prompt_tokens)
         observe("request_generation_tokens", usage.completion_tokens)
-        observe("request_params_n", max(ask.num_samples for ask in generation.builder.asks))
-        observe(
-            "request_params_max_tokens",
-            max(ask.params.max_tokens for ask in generation.builder.asks),
-        )
+        observe("request_params_n", max(ask.num_samples for ask in asks))
+        observe("request_params_max_tokens", max(ask.params.max_tokens for ask in asks))
         queued = generation.queued
         observe("request_queue_time_seconds", queued)
         observe("request_inference_time_seconds", max(0.0, seconds - queued))
@@ -227,40 +229,49 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Collector of the engine's last reported counters."""
+    """Collector of the engines' last reported counters."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
-        self._client = client
-        self._metrics = metrics
+    def __init__(self, engines: Callable[[], Mapping[str, EngineClient]]) -> None:
+        self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics of a scrape."""
-        gauges: dict[str, tuple[str, float]] = {
-            "num_samples": (
-                "Running and waiting samples, as counted by the server.",
-                self._client.num_samples,
-            ),
-            "engine_up": ("1 if the engine serves, else 0.", float(self._client.why_dead is None)),
-        }
-        counters: dict[str, tuple[str, float]] = {}
-        stats = self._client.stats
-        if stats is not None:
-            gauges |= _gauges(stats)
-            counters = _counters(stats)
-        names, values = ("model_name",), (self._metrics.model_name,)
-        for kind, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (text, value) in metrics.items():
-                yield _family(kind, name, text, names, [(values, value)])
-        if stats is not None:  # only sum and count: an average over time
-            steps = HistogramMetricFamily(
-                PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=names
-            )
-            steps.add_metric(values, [("+Inf", stats.num_steps)], stats.tokens_computed)
-            yield steps
-            if stats.speculation is not None:
-                yield from _of_drafts(stats.speculation, self._metrics.model_name)
-        if (report := self._client.replica_report()) is not None:
-            yield from _of_replicas(report, self._metrics.model_name)
+        """Yield the metrics of a scrape, each with the samples of all models."""
+        merged: dict[str, Metric] = {}
+        for model, client in self._engines().items():
+            for metric in _of_engine(client, model):
+                merged.setdefault(metric.name, metric)
+                if merged[metric.name] is not metric:
+                    merged[metric.name].samples += metric.samples
+        return merged.values()
+
+
+def _of_engine(client: EngineClient, model: str) -> Iterable[Metric]:
+    gauges: dict[str, tuple[str, float]] = {
+        "num_samples": (
+            "Running and waiting samples, as counted by the server.",
+            client.num_samples,
+        ),
+        "engine_up": ("1 if the engine serves, else 0.", float(client.why_dead is None)),
+    }
+    counters: dict[str, tuple[str, float]] = {}
+    stats = client.stats
+    if stats is not None:
+        gauges |= _gauges(stats)
+        counters = _counters(stats)
+    names, values = ("model_name",), (model,)
+    for kind, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, (text, value) in metrics.items():
+            yield _family(kind, name, text, names, [(values, value)])
+    if stats is not None:  # only sum and count: an average over time
+        steps = HistogramMetricFamily(
+            PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=names
+        )
+        steps.add_metric(values, [("+Inf", stats.num_steps)], stats.tokens_computed)
+        yield steps
+        if stats.speculation is not None:
+            yield from _of_drafts(stats.speculation, model)
+    if (report := client.replica_report()) is not None:
+        yield from _of_replicas(report, model)
 
 
 def _family(

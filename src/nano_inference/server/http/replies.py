@@ -8,8 +8,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from nano_inference.remote.tasks import start_task
 from nano_inference.server.api.shared.answers import json_pieces
-from nano_inference.server.errors import NO_RETRY, ApiError, shown
+from nano_inference.server.errors import NO_RETRY, ApiError, api_error_of, shown
 from nano_inference.server.paths import error_body
 
 access = logging.getLogger("nano_inference.access")
@@ -40,7 +40,7 @@ class RequestRecord:
         method, path: From the request line, with the path decoded. Untrusted.
         status: Status of the reply. 0: no reply has begun.
         session: The client's `x-session-id`. Its requests go to one replica.
-        owner: Digest of the request's key. Empty: the server has no keys.
+        owner: Digest of the request's API key. "": the route needs none.
         is_admin: True if the request may see what belongs to other keys.
         has_version: True if the request has an `anthropic-version` header.
         traceparent: The header of this name, as sent by the client.
@@ -58,7 +58,7 @@ class RequestRecord:
     method: str
     path: str
     session: str | None = None
-    owner: bytes = b""
+    owner: str = ""
     is_admin: bool = False
     has_version: bool = False
     traceparent: str | None = None
@@ -228,12 +228,18 @@ async def _next(batches: Iterator[bytes], aside: bool) -> bytes | None:
 
 
 KEEP_ALIVE = 15.0  # seconds without an event before a comment is sent
+_NEVER = 1e9  # seconds
 _COMMENT = b": keep-alive\n\n"
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # otherwise nginx waits until its buffer is full
-]
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+_HEADERS = {
+    "content-type": EVENT_STREAM,
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # otherwise nginx waits until its buffer is full
+}
+
+
+def _stream_headers(more: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in (_HEADERS | dict(more)).items()]
 
 
 class EventStream(Response):
@@ -246,7 +252,7 @@ class EventStream(Response):
         around: Context entered before the first event is requested and left after the last one is
             sent.
         on_event: Called after each event.
-        keep_alive: Seconds without an event before a comment is sent.
+        keep_alive: Seconds without an event before a comment is sent. None: no comments are sent.
         headers: Additional headers.
     """
 
@@ -257,22 +263,25 @@ class EventStream(Response):
         failure: Callable[[Exception], bytes],
         around: AbstractContextManager[object],
         on_event: Callable[[], None],
-        keep_alive: float = KEEP_ALIVE,
+        keep_alive: float | None = KEEP_ALIVE,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        more = (headers or {}).items()
-        self._headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in more)]
+        self._headers = _stream_headers(headers or {})
         self._events = events
         self._refuse = refuse
         self._failure = failure
         self._around = around
         self._on_event = on_event
-        self._keep_alive = keep_alive
+        self._keep_alive = _NEVER if keep_alive is None else keep_alive
         self._begun = False
         self._last = 0.0  # time of the last data sent
         self._sending = self._ended = False
         self._comments: set[asyncio.Task[None]] = set()
+
+    def continues(self) -> None:
+        """Continue a stream whose start has been sent."""
+        self._begun = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events (ASGI)."""
@@ -333,3 +342,78 @@ class EventStream(Response):
             start_task(self._comment(), self._comments)
             quiet = 0.0
         self._timer = self._loop.call_later(max(0.001, self._keep_alive - quiet), self._tick)
+
+
+class LateReply(Response):
+    """Reply that is prepared while the client waits. If the client disconnects, the preparation is
+    canceled.
+
+    Args:
+        prepare: Prepares the reply. Its errors are answered.
+        refuse: Makes the reply to an error raised before anything was sent.
+        failure: Makes the event for a later error.
+        keep_alive: Seconds between comments that begin the stream. None: no comments are sent.
+        held: Context to leave at the end.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[], Coroutine[Any, Any, Response]],
+        refuse: Callable[[Exception], Response],
+        failure: Callable[[ApiError], bytes],
+        keep_alive: float | None,
+        held: AsyncExitStack,
+    ) -> None:
+        super().__init__()
+        self._prepare, self._refuse, self._failure = prepare, refuse, failure
+        self._keep_alive, self._held = keep_alive, held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Prepare the reply and send it (ASGI)."""
+        work = asyncio.ensure_future(self._prepare())
+        watcher = asyncio.ensure_future(_disconnected(receive))
+        begun = False
+        try:
+            async with self._held:
+                while not work.done():
+                    waiting = (work, watcher)
+                    await asyncio.wait(
+                        waiting, timeout=self._keep_alive, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    if watcher.done() and not work.done():
+                        record_of(scope).problem = "client disconnected"
+                        return
+                    if not work.done():
+                        await _begin(send, begun)
+                        begun = True
+        finally:
+            watcher.cancel()
+            if not work.done():
+                work.cancel()
+            await asyncio.wait((work, watcher))
+        problem = work.exception()
+        if isinstance(problem, Exception) and not begun:
+            await self._refuse(problem)(scope, receive, send)
+        elif problem is None:
+            reply = work.result()
+            if begun and isinstance(reply, EventStream):
+                reply.continues()
+            await reply(scope, receive, send)
+        else:
+            error = api_error_of(problem)
+            record_of(scope).problem = error.code or error.message
+            last = self._failure(error)
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _begin(send: Send, begun: bool) -> None:
+    """Send a comment, after the start of a stream if nothing was sent yet."""
+    if not begun:
+        headers = _stream_headers({})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})

@@ -77,6 +77,7 @@ FAMILIES = (
             "/v1/completions",
             "/v1/responses",
             "/v1/responses/{name}",
+            "/v1/responses/{name}/cancel",
             "/v1/responses/{name}/input_items",
             "/v1/embeddings",
             "/v1/models",
@@ -147,6 +148,43 @@ FAMILIES = (
             ),
         ),
         'from anthropic import Anthropic\n\nclient = Anthropic(base_url="URL", api_key="KEY")',
+    ),
+    Family(
+        "Ollama: chats and completions",
+        "For Ollama's clients. Streams are lines of JSON. This server does not download or change "
+        "models.",
+        (
+            "/api/chat",
+            "/api/generate",
+            "/api/embed",
+            "/api/embeddings",
+            "/api/tags",
+            "/api/ps",
+            "/api/show",
+            "/api/version",
+            "/api/pull",
+            "/api/push",
+            "/api/create",
+            "/api/copy",
+            "/api/delete",
+        ),
+        (
+            Example(
+                "/api/chat",
+                "Answer a chat",
+                {"model": "MODEL", "messages": _QUESTION, "options": {"num_predict": 16}},
+                "client.chat",
+            ),
+            Example("/api/tags", "List the models"),
+        ),
+        'from ollama import Client\n\nclient = Client(host="URL")',
+    ),
+    Family(
+        "Models",
+        "Load and unload models of a server with several, as with llama.cpp's server. These routes "
+        "need the admin key. A request loads its model by itself.",
+        ("/models/load", "/models/unload"),
+        (Example("/models/load", "Load a model", {"model": "MODEL"}),),
     ),
     Family(
         "SGLang and vLLM: token ids for trainers",

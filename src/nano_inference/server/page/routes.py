@@ -16,7 +16,7 @@ from nano_inference.server import paths
 from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.page.api_docs import docs_page, routes_of
-from nano_inference.server.server import Server
+from nano_inference.server.server import Server, served_by
 from nano_inference.types import SamplingParams
 
 FILES = Path(__file__).parent / "files"
@@ -65,8 +65,15 @@ def page_routes(router: APIRouter, server: Server) -> None:
         return Response(_below(root, text), headers=HEADERS, media_type=_TYPES[".html"])
 
     @router.get("/page/settings", include_in_schema=False)
-    async def settings() -> Response:
-        return json_reply(200, page_settings(server.require_served()))
+    async def settings(request: Request) -> Response:
+        name = request.query_params.get("model")
+        loaded = {served.name: served for served in map(served_by, server.pool.loaded)}
+        if server.pool.stays_loaded:
+            loaded = {"": server.require_served()}
+        served = loaded.get(name or "", next(iter(loaded.values()), None))
+        if served is None:  # all models are unloaded
+            return json_reply(200, {"model": name or server.pool.models[0].name})
+        return json_reply(200, page_settings(served))
 
     for name in paths.PAGE_FILES:
         _add_file(router, name)

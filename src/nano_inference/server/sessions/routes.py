@@ -50,7 +50,9 @@ _PATH = "/sessions/{name}"
 
 
 def session_routes(router: APIRouter, server: Server) -> None:
-    """Add the routes of sessions."""
+    """Add the routes of sessions, if the server has one model, whose engine keeps them."""
+    if not server.pool.stays_loaded:
+        return
     _add_opening(router, server)
     _add_turns(router, server)
     _add_caching(router, server)

@@ -53,7 +53,7 @@ class Session:
     """
 
     name: str
-    owner: bytes
+    owner: str
     options: SessionOptions
     chat: Conversation
     root: str
@@ -105,9 +105,7 @@ class SessionStore:
         self._secret = secrets.token_bytes(32)
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
 
-    def add(
-        self, owner: bytes, options: SessionOptions, chat: Conversation, **more: Any
-    ) -> Session:
+    def add(self, owner: str, options: SessionOptions, chat: Conversation, **more: Any) -> Session:
         """Open a session. Raises `ApiError` 429."""
         name = self._new_name(owner)
         root = more.pop("root", name)
@@ -116,7 +114,7 @@ class SessionStore:
         self._sessions[name] = session
         return session
 
-    def get(self, name: str, owner: bytes, *, is_admin: bool = False) -> Session:
+    def get(self, name: str, owner: str, *, is_admin: bool = False) -> Session:
         """Return an open session of a key, and note its use. Raises `ApiError` 404, or 410 if it is
         gone.
         """
@@ -128,7 +126,7 @@ class SessionStore:
         self._sessions.move_to_end(name)
         return session
 
-    def of(self, owner: bytes, *, is_admin: bool = False) -> list[Session]:
+    def of(self, owner: str, *, is_admin: bool = False) -> list[Session]:
         """Return the open sessions of a key, or all, the least recently used first."""
         self._expire()
         return [each for each in self._sessions.values() if is_admin or each.owner == owner]
@@ -175,21 +173,21 @@ class SessionStore:
             if session.turn is None:
                 del self._sessions[session.name]
 
-    def _require_room(self, owner: bytes, count: int, num_bytes: int) -> None:
+    def _require_room(self, owner: str, count: int, num_bytes: int) -> None:
         mine, config = self.of(owner), self._config
         if len(mine) + count > config.max_sessions:
             raise _full(f"{config.max_sessions} sessions are open (max_sessions)")
         if sum(each.num_bytes for each in mine) + num_bytes > config.max_session_bytes:
             raise _full(f"the sessions exceed {config.max_session_bytes} bytes (max_session_bytes)")
 
-    def _new_name(self, owner: bytes) -> str:
+    def _new_name(self, owner: str) -> str:
         unique = secrets.token_hex(10)
         return f"sess_{unique}{self._proof(unique, owner)}"
 
-    def _proof(self, unique: str, owner: bytes) -> str:
-        return hmac.digest(self._secret, unique.encode() + owner, "sha256").hex()[:12]
+    def _proof(self, unique: str, owner: str) -> str:
+        return hmac.digest(self._secret, (unique + owner).encode(), "sha256").hex()[:12]
 
-    def _unknown(self, name: str, owner: bytes) -> ApiError:
+    def _unknown(self, name: str, owner: str) -> ApiError:
         unique, proof = name[5:25], name[25:]
         if hmac.compare_digest(proof.encode(), self._proof(unique, owner).encode()):
             text = f"session {shown(name)} is gone: it was deleted, or unused for too long."

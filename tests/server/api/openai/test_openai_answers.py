@@ -431,8 +431,11 @@ def test_prompt_is_truncated_on_request(url: str, engine: ScriptedClient) -> Non
         ({"truncate_prompt_tokens": 50}, ids),
         ({"truncate_prompt_tokens": -1, "max_tokens": 2040}, ids[-8:]),
     ):
-        post(f"{url}/v1/completions", {"prompt": ids, "max_tokens": 1} | more)
+        body = {"prompt": ids, "max_tokens": 1} | more
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         assert engine.requests[-1].prompt == kept
+        gone = len(ids) - len(kept)
+        assert reply.headers.get("x-truncated-tokens") == (str(gone) if gone else None)
     whole = post(f"{url}/tokenize", HELLO)["tokens"]
     post(f"{url}/v1/chat/completions", HELLO | {"truncate_prompt_tokens": 4})
     assert engine.requests[-1].prompt == whole[-4:]

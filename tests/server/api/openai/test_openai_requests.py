@@ -132,10 +132,10 @@ BOTH = [
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"logits_processors": ["x"]}, "logits_processors"),
     ({"use_beam_search": True}, "use_beam_search"),
-    ({"bad_words": ["x"]}, "bad_words"),
+    ({"bad_words": "x"}, "bad_words"),
     ({"skip_special_tokens": 0}, "skip_special_tokens"),
-    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
-    ({"thinking_token_budget": 5}, "thinking_token_budget"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),  # without logprobs
+    ({"thinking_token_budget": -1}, "thinking_token_budget"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"prompt_logprobs": -2}, "prompt_logprobs"),
 ]

@@ -233,9 +233,9 @@ def test_engine_failure_ends_the_stream_with_a_failed_response(
         ({"input": [{"type": "function_call", "name": "a"}]}, "input.0.arguments", "a string"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0", "web_search"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "requires tools"),
-        ({"input": "a", "background": True}, "background", "not supported"),
-        ({"input": "a", "truncation": "auto"}, "truncation", "not supported"),
-        ({"input": "a", "include": ["file_search_call.results"]}, "include", "file_search"),
+        ({"input": "a", "background": True, "store": False}, "background", "omit store"),
+        ({"input": "a", "truncation": "middle"}, "truncation", "auto"),
+        ({"input": "a", "include": ["everything"]}, "include", "everything"),
         ({"input": "a", "messages": [{}]}, "messages", "use input"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "greater than or equal"),
         ({"input": "a b" * 3000}, "input", "context"),
@@ -324,7 +324,7 @@ def pieces() -> st.SearchStrategy[list[ChoiceDelta]]:
 
 @given(pieces())
 def test_items_open_and_close_one_after_the_other(drawn: list[ChoiceDelta]) -> None:
-    stream = ItemStream(None, one_call=False)
+    stream = ItemStream({}, None, None, one_call=False)
     events = [event for piece in drawn for event in stream.push(piece)]
     events += stream.end()
     open_item: str | None = None

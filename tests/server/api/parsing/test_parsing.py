@@ -22,10 +22,9 @@ from nano_inference.server.api.parsing import (
     make_parser,
 )
 from nano_inference.server.api.parsing.scanning import JsonMender, JsonScanner
-from nano_inference.server.api.parsing.tool_parsers import TOOL_FORMATS
 from tests.depth import at_depth
 
-FORMATS = list(TOOL_FORMATS)
+FORMATS = ["hermes", "llama", "mistral"]  # a call is one JSON object
 MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"]
 
 
@@ -47,7 +46,7 @@ def parse(
     cut_off: bool = True,
 ) -> Joined:
     parser = make_parser(
-        ChatFormat(tools, reasoning), tools=True, reasoning=True, prompt_tail=prompt_tail
+        ChatFormat(tools, reasoning), tools={}, reasoning=True, prompt_tail=prompt_tail
     )
     joined, broken = Joined(), set[int]()
     for parsed in [*map(parser.push, pieces), parser.finish(cut_off=cut_off)]:
@@ -169,7 +168,7 @@ def test_parser_loses_no_text(tools: str, text: str, inside: bool) -> None:
 def test_plain_text_stays_as_it_is(tools: str, text: str) -> None:
     assert parse(tools, list(text)).content == text
     parser = make_parser(
-        ChatFormat(tools, "think"), tools=False, reasoning=False, prompt_tail="<think>"
+        ChatFormat(tools, "think"), tools=None, reasoning=False, prompt_tail="<think>"
     )
     for marker in MARKERS:
         assert parser.push(marker + text).content == marker + text
@@ -238,7 +237,7 @@ def test_calls_as_the_family_writes_them(
 @pytest.mark.parametrize("tools", FORMATS)
 def test_arguments_stream(tools: str) -> None:
     text = write(tools, [('"f"', '{"city": "Paris", "days": [1, 2]}')], "\n")
-    parser = make_parser(ChatFormat(tools), tools=True, reasoning=False, prompt_tail="")
+    parser = make_parser(ChatFormat(tools), tools={}, reasoning=False, prompt_tail="")
     deltas = [delta for letter in text for delta in parser.push(letter).tool_calls]
     whole = '{"city": "Paris", "days": [1, 2]}'
     waiting = re.findall(r", .|.", whole)  # a comma waits for the next character
@@ -253,7 +252,7 @@ def test_arguments_stream(tools: str) -> None:
 )
 @settings(deadline=None)
 def test_parser_holds_back_only_possible_markers(text: str) -> None:
-    parser = make_parser(ChatFormat("hermes"), tools=True, reasoning=False, prompt_tail="")
+    parser = make_parser(ChatFormat("hermes"), tools={}, reasoning=False, prompt_tail="")
     shown = ""
     for end, letter in enumerate(text, 1):
         shown += parser.push(letter).content
@@ -546,7 +545,7 @@ def test_time_grows_with_the_text(tools: str, unit: str) -> None:
     def seconds(length: int, step: int) -> float:
         text = (unit * (length // len(unit) + 1))[:length]
         pieces = [text[begin : begin + step] for begin in range(0, length, step)]
-        parser = make_parser(ChatFormat(tools, "think"), tools=True, reasoning=True, prompt_tail="")
+        parser = make_parser(ChatFormat(tools, "think"), tools={}, reasoning=True, prompt_tail="")
         begin = time.process_time()
         for piece in pieces:
             parser.push(piece)
@@ -562,13 +561,18 @@ def test_time_grows_with_the_text(tools: str, unit: str) -> None:
 TEMPLATES = {
     "{{ '<tool_call>' }}{{ tool_call | tojson }}</tool_call>": ChatFormat("hermes"),
     "{%- if '</think>' in content %} <tool_call> {{ name }}": ChatFormat("hermes", "think"),
-    "<tool_call>\n<function={{ name }}>": ChatFormat(),
-    "<tool_call>{{ name }}<arg_key>": ChatFormat(),
+    "<tool_call>\n<function={{ name }}>": ChatFormat("qwen3_coder"),
+    "<tool_call>{{ name }}<arg_key>": ChatFormat("glm45"),
     '<|start_header_id|>{{ role }} {"name": x, "parameters": y}': ChatFormat("llama"),
     "{{- '\"parameters\": ' }}<|start_header_id|>": ChatFormat(),
     "{{ '<|python_tag|>' }}": ChatFormat("llama"),
     "[INST] [TOOL_CALLS] [": ChatFormat("mistral"),
-    "[INST] [TOOL_CALLS]f[ARGS]{}": ChatFormat(),
+    "[INST] [TOOL_CALLS]f[ARGS]{}": ChatFormat("mistral_args"),
+    "{{ '<|tool_call>call:' + name }}": ChatFormat("gemma4"),
+    "[func_name1(params_name1=params_value1)]<|start_header_id|>": ChatFormat("pythonic"),
+    "<minimax:tool_call>{{ name }}": ChatFormat("minimax_m2"),
+    "<|tool_calls_section_begin|>": ChatFormat("kimi_k2"),
+    "respond with <|tool_call|> and a list": ChatFormat("granite"),
     "<|im_start|>{{ content }}<|im_end|>": ChatFormat(),
 }
 
@@ -588,7 +592,7 @@ def test_names_of_formats() -> None:
         assert chat_format(None, None, name).reasoning == (None if name == "none" else name)
     with pytest.raises(
         ConfigError,
-        match=r"tool format 'hermés' does not exist; choose one of none, hermes, llama, mistral",
+        match=r"tool format 'hermés' does not exist; choose one of none, hermes, qwen3_coder",
     ):
         chat_format(None, "hermés")
     with pytest.raises(

@@ -3,7 +3,8 @@
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -14,15 +15,30 @@ from tokenizers import AddedToken
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.server.api.parsing import ChatFormat, make_parser
-from nano_inference.server.api.parsing.tool_grammars import OfferedTool, ToolDemand, tool_grammar
-from nano_inference.server.api.parsing.tool_parsers import TOOL_FORMATS
+from nano_inference.server.api.parsing.tool_formats import TOOL_FORMATS
+from nano_inference.server.api.parsing.tool_grammars import (
+    OfferedTool,
+    ToolDemand,
+    require_carried,
+    tool_grammar,
+)
 from nano_inference.structured.backend import backend_named
 from nano_inference.structured.grammar import Grammar
+from nano_inference.text.detokenizer import Detokenizer
 from nano_inference.text.tokenizer import Tokenizer
 from tests.depth import at_depth
+from tests.server.api.parsing.rendering import rendered
 from tests.structured.vocabularies import EOS, accepts, allowed, byte_tokenizer, state_of
 
-MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"]
+# markers that models of the formats have as tokens
+MARKERS = [
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[ARGS]", "[CALL_ID]"),
+    *("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call|>", "<|python_start|>"),
+    *(each for each in TOOL_FORMATS["deepseek_v31"].markers),
+    *(each for each in TOOL_FORMATS["kimi_k2"].markers),
+    *("<minimax:tool_call>", "</minimax:tool_call>"),
+]
 # Markers in the tokenizer: visible tokens, hidden tokens, or no tokens.
 KINDS = ["bytes", "tokens", "special"]
 
@@ -35,7 +51,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
         if kind == "tokens":
             made[kind].backend.add_tokens([AddedToken(each, special=False) for each in MARKERS])
         elif kind == "special":
-            made[kind].backend.add_special_tokens(MARKERS[2:4])
+            made[kind].backend.add_special_tokens([each for each in MARKERS if "think" not in each])
     return {
         kind: Tokenizer(each.backend, each.backend.get_vocab_size(), EOS, {}, None)
         for kind, each in made.items()
@@ -55,7 +71,8 @@ WEATHER = OfferedTool("weather", object_of(city={"type": "string"}, days={"type"
 TIME = OfferedTool("time", object_of(zone={"enum": ["UTC", "CET"]}))
 NOW = OfferedTool("now")
 
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+KEYS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+NAMES = KEYS | st.sampled_from(["f", "get_weather", "mcp__fs-read"])
 LEAVES = st.sampled_from(
     [
         {"type": "string", "maxLength": 5},
@@ -73,7 +90,7 @@ SCHEMAS = st.recursive(
     LEAVES,
     lambda inner: (
         st.builds(lambda items: {"type": "array", "items": items, "maxItems": 2}, inner)
-        | st.dictionaries(NAMES, inner, max_size=3).map(lambda each: object_of(**each))
+        | st.dictionaries(KEYS, inner, max_size=3).map(lambda each: object_of(**each))
     ),
     max_leaves=4,
 )
@@ -129,10 +146,16 @@ def drawn(grammar: Grammar, tokenizer: Tokenizer, seed: int) -> tuple[list[int],
 
 
 def read(
-    text: str, name: str, reasoning: str | None = None, tail: str = ""
+    text: str,
+    name: str,
+    reasoning: str | None = None,
+    tail: str = "",
+    tools: Mapping[str, Any] | None = None,
 ) -> tuple[str, str, list[tuple[str, str]]]:
     """Parse the text into content, reasoning, and the names and arguments of calls."""
-    parser = make_parser(ChatFormat(name, reasoning), tools=True, reasoning=True, prompt_tail=tail)
+    parser = make_parser(
+        ChatFormat(name, reasoning), tools=tools or {}, reasoning=True, prompt_tail=tail
+    )
     content = thought = ""
     calls: list[list[str]] = []
     for parsed in [*map(parser.push, text), parser.finish()]:
@@ -142,6 +165,23 @@ def read(
                 calls.append([call.name or "", ""])
             calls[call.index][1] += call.arguments
     return content, thought, [(name, arguments) for name, arguments in calls]
+
+
+def text_of(ids: Sequence[int], name: str, tokenizer: Tokenizer) -> str:
+    """Return the text that the parser sees: with the format's markers, without other specials."""
+    detokenizer = Detokenizer(tokenizer, shown=frozenset(TOOL_FORMATS[name].markers))
+    return detokenizer.push(ids) + detokenizer.finish()
+
+
+def carried(tool: OfferedTool, name: str) -> OfferedTool:
+    """Return the tool with names that calls of the format can carry."""
+    for candidate in (tool, replace(tool, name="f")):
+        try:
+            require_carried(ToolDemand([candidate], forced=True), ChatFormat(name))
+        except InvalidRequest:
+            continue
+        return candidate
+    return OfferedTool("f", None, tool.strict)
 
 
 def require_valid(calls: Sequence[tuple[str, str]], tools: Sequence[OfferedTool]) -> None:
@@ -181,15 +221,19 @@ def test_tool_grammar_draws_are_parsed_as_valid_calls(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     tokenizer = tokenizers[kind]
-    grammar = tool_grammar(
-        ToolDemand(tools, forced, parallel),
-        ChatFormat(name, reasoning),
-        tokenizer,
-        prompt_tail=tail,
-    )
+    tools = [carried(tool, name) for tool in tools]
+    if len({tool.name for tool in tools}) < len(tools):
+        tools = tools[:1]
+    demand = ToolDemand(tools, forced, parallel)
+    try:
+        grammar = tool_grammar(demand, ChatFormat(name, reasoning), tokenizer, prompt_tail=tail)
+        backend_named("llguidance").check(grammar)
+    except InvalidRequest:
+        assert any(tool.strict for tool in tools)
+        return
     ids, ended = drawn(grammar, tokenizer, seed)
-    text = tokenizer.decode(ids)
-    content, thought, calls = read(text, name, reasoning, tail)
+    text = text_of(ids, name, tokenizer)
+    content, thought, calls = read(text, name, reasoning, tail, demand.schemas)
     if ended or len(calls) > 1:
         require_valid(calls if ended else calls[:-1], tools)
     if ended and forced:
@@ -202,29 +246,20 @@ def test_tool_grammar_draws_are_parsed_as_valid_calls(
 
 
 STRICT_NOW = OfferedTool("now", None, strict=True)
+# formats whose calls may begin an answer without a marker, and the marker
+BARE = {name: TOOL_FORMATS[name].begin for name in ("llama", "mistral", "pythonic")}
 # format -> a call, a call with wrong arguments, and the notation of several calls
 WRITTEN = {
-    "hermes": (
-        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>',
-        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>\n'
-        '{"name": "now", "arguments": {}}\n</tool_call>',
-    ),
-    "llama": (
-        '{"name": "now", "parameters": {}}',
-        '{"name": "now", "parameters": {"a": 1}}',
-        '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}',
-    ),
-    "mistral": (
-        '[{"name": "now", "arguments": {}}]',
-        '[{"name": "now", "arguments": {"a": 1}}]',
-        '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]',
-    ),
+    name: tuple(
+        rendered(name, calls).removeprefix(BARE.get(name, ""))
+        for calls in ([("now", {})], [("now", {"a": 1})], [("now", {}), ("now", {})])
+    )
+    for name in TOOL_FORMATS
 }
 
 
 def marked(name: str, call: str) -> str:
-    return call if name == "hermes" else TOOL_FORMATS[name].begin + call
+    return BARE.get(name, "") + call
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -246,16 +281,17 @@ def test_text_is_free_until_a_call_begins(
     thought = "<think>{[ <|python_tag|</think>\n\n"
     yes = ["", "Hello, {you}!", "[a](b)", "\n", good, f"\n{good}", marked(name, good), several]
     no = [bad, marked(name, bad), f"\n{bad}", good + "x", f"{good[:-1]}"]
-    if name != "mistral":
+    if name not in ("mistral", "pythonic"):
         yes.remove("[a](b)")
         yes += ["[]"]
+    elif name == "pythonic":  # a list may be calls
+        yes.remove("[a](b)")
     else:
         no += ["[ {", "\n[{"]
     for after in ("", thought):
         assert all_of(yes, after=after) == [True] * len(yes)
         assert all_of(no, after=after) == [False] * len(no)
-    shown = name == "hermes" or kind != "special"  # a hidden marker after text would have no effect
-    assert all_of([f"Let me see. {marked(name, good)}"]) == [shown]
+    assert all_of([f"Let me see. {marked(name, good)}"]) == [True]
     assert all_of([f"Let me see. {marked(name, bad)}"]) == [False]
     assert all_of([several, good], parallel=False) == [False, True]
 
@@ -297,7 +333,7 @@ def test_text_may_have_to_be_json(tokenizers: dict[str, Tokenizer]) -> None:
         assert not accepts(grammar, marked(name, WRITTEN[name][1]), tokenizer)
 
 
-@pytest.mark.parametrize("name", list(TOOL_FORMATS))
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "granite"])
 def test_name_may_hold_any_character(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     tool = OfferedTool(
         '\x7f"\\\n\x00é\u2028😀/', object_of(**{"\x7f": {"enum": ["\x7f", 1]}}), True
@@ -336,14 +372,20 @@ def test_text_may_be_json_of_a_lenient_schema(tokenizers: dict[str, Tokenizer]) 
 
 
 def test_unforceable_call_is_rejected_by_name(tokenizers: dict[str, Tokenizer]) -> None:
-    special = byte_like(tokenizers["bytes"], "<tool_call>")
+    odd = OfferedTool("f", object_of(**{"a>\n": {"type": "integer"}}))
+    marked = OfferedTool("f", object_of(a={"enum": ["</parameter>"]}))
+    composed = OfferedTool("f", {"type": "object", "anyOf": [{"required": ["a"]}]}, strict=True)
     for demand, format, tokenizer, reason in [
         (ToolDemand([NOW], True), ChatFormat(), tokenizers["bytes"], "--tool-format"),
-        (
-            ToolDemand([NOW], True),
-            ChatFormat("hermes"),
-            special,
-            "hermes cannot be forced: <tool_call> is a special token",
+        *(
+            (ToolDemand([tool], True), ChatFormat(name), tokenizers["bytes"], reason)
+            for tool, name, reason in [
+                (OfferedTool("a b"), "qwen3_coder", "qwen3_coder cannot carry the name 'a b'"),
+                (odd, "qwen3_coder", "cannot carry the parameter 'a>"),
+                (odd, "pythonic", "cannot carry the parameter 'a>"),
+                (marked, "minimax_m2", "cannot carry the value '</parameter>'"),
+                (composed, "glm45", "`anyOf` of a tool's parameters cannot be enforced"),
+            ]
         ),
         (
             ToolDemand([OfferedTool("f", {"type": "array"})], True),
@@ -354,12 +396,6 @@ def test_unforceable_call_is_rejected_by_name(tokenizers: dict[str, Tokenizer]) 
     ]:
         with pytest.raises(InvalidRequest, match=reason):
             tool_grammar(demand, format, tokenizer, prompt_tail="")
-
-
-def byte_like(tokenizer: Tokenizer, special: str) -> Tokenizer:
-    backend = tokenizer.backend.from_str(tokenizer.backend.to_str())
-    backend.add_special_tokens([special])
-    return Tokenizer(backend, backend.get_vocab_size(), EOS, {}, None)
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -23,6 +23,7 @@ from nano_inference.server.server import Server
 from nano_inference.weights.transports import Deadline
 from nano_inference.weights.transports.trainer_broadcasts import _watch
 from tests.server.engines import Run, config_of
+from tests.server.scripted import sources
 from tests.server.trainers.group_trainer import new_weights
 
 NORM = "model.norm.weight"
@@ -208,7 +209,7 @@ def test_invalid_version_name_is_rejected(control: Control, run: Run, part: byte
 
 def test_trainer_is_notified_of_the_server_shutdown(client: InProcessClient, run: Run) -> None:
     async def test() -> None:
-        server = Server(ServerConfig(rl=True, rl_timeout=5.0), client)
+        server = Server(ServerConfig(rl=True, rl_timeout=5.0), sources(client))
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
             joining = asyncio.create_task(

@@ -32,6 +32,14 @@ struct KeptRow {
   float total;  // sum of exp((z - highest) * inv_t)
 };
 
+// Return a key that rises as the logit falls. -0 and +0 are equal.
+inline uint64_t key_of(float logit, int64_t id) {
+  logit += 0.f;
+  uint32_t bits;
+  memcpy(&bits, &logit, 4);
+  return uint64_t(bits >> 31 ? bits : ~bits & 0x7fffffff) << 32 | uint64_t(id);
+}
+
 // Tokens by (logit descending, id ascending). Owned by one thread; only `reserve` allocates.
 class Ranking {
  public:
@@ -47,6 +55,10 @@ class Ranking {
   const int32_t* ids() const { return ids_.data(); }
   const float* logits() const { return logits_.data(); }
   const float* odds() const { return odds_.data(); }  // padded with zeros to a whole vector
+  // True if a token of the row is among them.
+  bool has(float logit, int64_t id) const {
+    return std::binary_search(keys_.begin(), keys_.begin() + size_, key_of(logit, id));
+  }
 
  private:
   float kth_bound(const KeptRow& row, int64_t k);
@@ -66,14 +78,6 @@ class Ranking {
 
 constexpr float LOWEST = -std::numeric_limits<float>::max();  // below every unmasked token
 constexpr int64_t RADIX_FROM = 1024;                          // from here on counting is faster than comparing
-
-// Return a key that rises as the logit falls. -0 and +0 are equal.
-inline uint64_t key_of(float logit, int64_t id) {
-  logit += 0.f;
-  uint32_t bits;
-  memcpy(&bits, &logit, 4);
-  return uint64_t(bits >> 31 ? bits : ~bits & 0x7fffffff) << 32 | uint64_t(id);
-}
 
 inline float logit_of(uint64_t key) {
   uint32_t bits = uint32_t(key >> 32);

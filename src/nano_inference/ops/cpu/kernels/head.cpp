@@ -292,6 +292,7 @@ class Head {
     b.logprobs[i] = greedy ? raw_logprob : sound ? all.logprob(best.logit, view.inv_t, log_sum) : NOT_A_NUMBER;
     b.log_kept_mass[i] = sound ? float(mass) : NOT_A_NUMBER;
     if (b.kept) show_mask(input, b, i, sound, s);
+    if (sample.num_named > 0) show_named(input, b, sample, sound, all, raw, log_sum, s.ranking);
     if (b.num_top == 0) return;
     if (!sound) {
       for (int64_t k = 0; k < b.num_top; k++) b.top_ids[i * b.num_top + k] = k, b.top_logprobs[i * b.num_top + k] = NOT_A_NUMBER;
@@ -330,6 +331,22 @@ class Head {
     } else {
       const float* z = kept_row(input, sample.view, {}).logits;
       for (int64_t j = 0; j < input.vocab; j++) kept[j] = z[j] > -INF;
+    }
+  }
+
+  // Tokens that masks or filters cut have logprob -inf.
+  void show_named(const HeadInput& input, const DrawBatch& b, const Sample& sample, bool sound, const Total& all,
+                  const Total& raw, double log_sum, const Ranking& r) {
+    const bool greedy = sample.choice == Choice::greedy, filtered = sample.choice == Choice::filter;
+    const float inv_t = plan_.views[size_t(sample.view)].inv_t;
+    const float* own = sample.raw >= 0 ? kept_row(input, sample.raw, raw).logits : nullptr;
+    const float* drawn = greedy ? own : kept_row(input, sample.view, all).logits;
+    for (int64_t e = sample.named; e < sample.named + sample.num_named; e++) {
+      const int64_t id = b.named.ids[e];
+      const float raw_logprob = !own ? 0.f : sound ? raw.logprob(own[id], 1) : NOT_A_NUMBER;
+      const bool kept = !filtered || r.has(drawn[id], id);
+      b.named_logprobs[2 * e] = greedy ? raw_logprob : !sound ? NOT_A_NUMBER : kept ? all.logprob(drawn[id], inv_t, log_sum) : -INF;
+      b.named_logprobs[2 * e + 1] = raw_logprob;
     }
   }
 

@@ -46,6 +46,7 @@ struct DrawBatch {
   const float *presence, *frequency, *repetition;
   const int64_t* noise_keys;  // [num_samples, 2]
   Entries bias, banned, counts;
+  Entries named;               // ids whose logprobs are wanted; values are not read
   const int64_t* mask_rows;    // [num_samples] of mask_words, -1 for none
   const int32_t* mask_words;   // [num_masks, mask_width] bit i % 32 of word i / 32: token i may be drawn
   int64_t num_masks, mask_width;
@@ -56,6 +57,7 @@ struct DrawBatch {
   uint8_t* kept;  // [num_samples, vocab] or null
   int64_t* top_ids;
   float* top_logprobs;
+  float* named_logprobs;  // [named.count, 2]: as drawn, and the model's own (0 without `wants_raw`)
 
   // Words of a sample's mask, or null.
   const int32_t* mask_of(int64_t sample) const {

@@ -74,6 +74,7 @@ HeadError Plan::make(const HeadInput& input, const DrawBatch& b) {
   const auto all = kinds_of(b);
   for (int kind = 0; kind < KINDS; kind++)
     if (HeadError error = entry_bounds(input, *all[kind], b.num_samples, starts_[kind])) return error;
+  if (HeadError error = entry_bounds(input, b.named, b.num_samples, named_)) return error;
   first_edit_.clear();
   int64_t num_edits = 0;
   for (int64_t i = 0; i < b.num_samples; i++) {
@@ -88,6 +89,7 @@ HeadError Plan::make(const HeadInput& input, const DrawBatch& b) {
     s.raw = greedy || b.wants_raw ? view_of(row, 1) : -1;
     s.key = {uint32_t(b.noise_keys[2 * i]), uint32_t(b.noise_keys[2 * i + 1])};
     s.target = s.uncut = -1;
+    s.named = named_[size_t(i)], s.num_named = named_[size_t(i) + 1] - s.named;
     if (count > 0 || b.mask_of(i)) {
       const bool masked = b.mask_of(i) || number(Edit::ban) > 0;
       s.view = edited_view(row, inv_t, masked);
@@ -115,13 +117,13 @@ HeadError Plan::make(const HeadInput& input, const ScoreBatch& b) {
     if (b.rows[i] < 0 || b.rows[i] >= input.num_rows) return HEAD_BAD_ROW;
     if (b.token_ids[i] < 0 || b.token_ids[i] >= input.num_tokens()) return HEAD_BAD_ID;
     int64_t view = view_of(b.rows[i], inverse(b.temperatures[i]));
-    samples.push_back({Choice::score, view, view, -1, views[view].first, b.token_ids[i], {}});
+    samples.push_back({Choice::score, view, view, -1, views[view].first, b.token_ids[i], 0, 0, {}});
     views[view].first = i;
   }
   return HEAD_OK;
 }
 
-// Store logits only if filters, best tokens or masks need all of them together.
+// Store logits only if filters, best tokens, masks or named tokens are read after all blocks.
 void Plan::keep_rows(const DrawBatch& b) {
   auto keep = [&](int64_t view) {
     int64_t& slot = views[view].edits < 0 ? row_slot[views[view].row] : views[view].slot;
@@ -129,10 +131,10 @@ void Plan::keep_rows(const DrawBatch& b) {
   };
   for (const Sample& s : samples) {
     if (s.choice == Choice::greedy) {
-      if (b.num_top > 0) keep(s.raw);
-    } else if (s.choice == Choice::filter || b.num_top > 0 || b.kept) {
+      if (b.num_top > 0 || s.num_named > 0) keep(s.raw);
+    } else if (s.choice == Choice::filter || b.num_top > 0 || b.kept || s.num_named > 0) {
       keep(s.view);
-      if (s.choice == Choice::filter && s.raw >= 0) keep(s.raw);
+      if ((s.choice == Choice::filter || s.num_named > 0) && s.raw >= 0) keep(s.raw);
     }
   }
 }

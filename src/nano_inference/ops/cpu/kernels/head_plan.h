@@ -27,6 +27,7 @@ struct Sample {
   int64_t uncut;      // `view` without masks; -1 if it has none, or if it is not needed
   int64_t next;       // next sample of the view, or -1
   int64_t target;     // target token of a score
+  int64_t named, num_named;  // entries of `DrawBatch.named`
   NoiseKey key;
 };
 
@@ -67,6 +68,7 @@ class Plan {
   void keep_rows(const DrawBatch& batch);
 
   std::vector<int64_t> edited_;               // edited samples
+  std::vector<int64_t> named_;                // [num_samples + 1]: first named entry of each sample
   std::vector<int64_t> starts_[3];            // [num_samples + 1] for each type of edit
   // first edit of each edited sample; bounds of the edits of its blocks: [num_edited, num_blocks + 1]
   std::vector<int64_t> first_edit_, bounds_;

@@ -9,7 +9,8 @@ Particularities of this server:
   `model_context_window_exceeded`.
 - `thinking`: `enabled`, `adaptive` and `between_tools` ask the chat template to let the model think
   (`enable_thinking`). `disabled` or none asks it not to. A template without this switch ignores
-  both. `budget_tokens` is not enforced. Reasoning is always answered as a thinking block.
+  both. The reasoning is closed after `budget_tokens`, or earlier so that an answer fits into
+  `max_tokens`. Reasoning is always answered as a thinking block.
 - If the last message is the assistant's, it is the beginning of the answer, which does not repeat
   it. Such a message must not end in whitespace.
 - `chat_template_kwargs` is an extension: more variables for the template.
@@ -31,12 +32,16 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import from_json
-
 from nano_inference.server.api.anthropic.models import ERROR, MESSAGE, CountRequest, MessagesRequest
-from nano_inference.server.api.anthropic.request import demand_of, encode, goes_on, kept_seconds
+from nano_inference.server.api.anthropic.request import (
+    demand_of,
+    encode,
+    goes_on,
+    kept_seconds,
+    thinks,
+)
 from nano_inference.server.api.parsing import ToolCallDelta
-from nano_inference.server.api.shared.answers import encode_line
+from nano_inference.server.api.shared.answers import arguments_object, encode_line
 from nano_inference.server.api.shared.blocks import Blocks, Event, Kind
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
 from nano_inference.server.api.shared.fields import read_body
@@ -56,6 +61,7 @@ from nano_inference.server.api.shared.protocol import (
     Served,
 )
 from nano_inference.server.api.shared.sampling import checked_stop, hinted, sampling_params
+from nano_inference.server.api.shared.thoughts import fitting_budget
 from nano_inference.server.errors import ApiError, anthropic_error, bad_request
 from nano_inference.types import TrainingSample
 
@@ -81,14 +87,19 @@ class MessageBuilder(Builder):
                 "context_length_exceeded",
             )
         checked_prompt(prompt, served, "messages")
-        is_begun = goes_on(request)
+        is_begun, most = goes_on(request), min(request.max_tokens, room)
+        asked = request.thinking.budget_tokens if request.thinking and thinks(request) else None
         params = sampling_params(
             request,
             served,
-            max_tokens=min(request.max_tokens, room),
+            max_tokens=most,
             stop=checked_stop(request.stop_sequences, served, "stop_sequences"),
             defaults=served.sampling_defaults,
-            renamed={"adapter": adapter, **hinted(kept_seconds(request), served)},
+            renamed={
+                "adapter": adapter,
+                **hinted(kept_seconds(request), served),
+                "thinking_budget": fitting_budget(asked, most, served),
+            },
             behind=behind_reasoning(prompt, served, goes_on=is_begun),
         )
         demand = demand_of(request)
@@ -99,9 +110,11 @@ class MessageBuilder(Builder):
         self._clipped = request.max_tokens > room
         self._hide_cached = served.config.hide_cached_tokens
         choice, thinking = request.tool_choice, request.thinking
-        tools = bool(request.tools) and not (choice is not None and choice.type == "none")
         self.make_parser = parser_of(
-            prompt, served, tools=tools, format=call_format(demand, served)
+            prompt,
+            served,
+            tools=None if demand is None else demand.schemas,
+            format=call_format(demand, served),
         )
         self._options = {
             "omit_thinking": thinking is not None and thinking.display == "omitted",
@@ -137,7 +150,7 @@ class MessageBuilder(Builder):
 
     def failure(self, problem: ApiError) -> bytes:
         """Return an `error` event."""
-        return b"event: error\ndata: %b\n\n" % encode_line(anthropic_error(problem))
+        return error_event(problem)
 
     def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
         """Return the whole message."""
@@ -169,6 +182,11 @@ class MessageBuilder(Builder):
             "cache_read_input_tokens": cached,
             "output_tokens": usage.completion_tokens,
         }
+
+
+def error_event(problem: ApiError) -> bytes:
+    """Return an `error` event."""
+    return b"event: error\ndata: %b\n\n" % encode_line(anthropic_error(problem))
 
 
 def _events(events: Iterable[Event]) -> bytes:
@@ -217,7 +235,7 @@ def blocks_of(
     if choice.content.strip() or (choice.content and not calls):
         blocks.append({"type": "text", "text": choice.content})
     for call in calls:
-        arguments = _object(call.arguments)
+        arguments = arguments_object(call.arguments)
         blocks.append(
             {
                 "type": "tool_use",
@@ -227,17 +245,6 @@ def blocks_of(
             }
         )
     return blocks
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. Incomplete ones are read as far as they came, as SDKs read
-    them from a stream.
-    """
-    try:
-        value = from_json(text, allow_partial=True) if text else {}
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 class BlockStream(Blocks):
@@ -301,4 +308,5 @@ PROTOCOL = ApiProtocol(
         streams=True,
         error=ERROR,
     ),
+    failure=error_event,
 )

@@ -177,7 +177,7 @@ class ToolChoice(Strict):
 class Thinking(Strict):
     """Setting for reasoning before the answer.
 
-    `budget_tokens` is accepted and not enforced. `max_tokens` limits reasoning and answer together.
+    `budget_tokens` limits the reasoning. It is lowered so that an answer fits into `max_tokens`.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -210,6 +210,7 @@ class CountRequest(Strict):
     cache_control: CacheControl | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # extension: more template variables
+    reasoning_history: Literal["keep", "strip"] | None = None  # extension: earlier thoughts
     refused = SamplingFields.refused | {
         "chat_template": (),
         "include_stop_str_in_output": (False,),

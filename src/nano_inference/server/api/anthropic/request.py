@@ -83,6 +83,7 @@ def encode(request: CountRequest, served: Served) -> list[int]:
         template_kwargs=chat.template_kwargs,
         add_generation_prompt=not chat.prefilled,
         continue_final_message=chat.prefilled,
+        history=request.reasoning_history,
     )
 
 
@@ -111,12 +112,14 @@ def conversation(request: CountRequest) -> Conversation:
             )
         if role == "assistant" and index == len(turns) - 1:
             _check_prefill(blocks)
-    thinking = request.thinking is not None and request.thinking.type != "disabled"
     return Conversation(
         messages=messages,
         tools=_tools(request),
         prefilled=turns[-1][0] == "assistant",
-        template_kwargs={"enable_thinking": thinking, **(request.chat_template_kwargs or {})},
+        template_kwargs={
+            "enable_thinking": thinks(request),
+            **(request.chat_template_kwargs or {}),
+        },
     )
 
 
@@ -130,6 +133,11 @@ def _turns(messages: Sequence[AnthropicMessage]) -> list[tuple[str, list[Block]]
     if turns[-1][0] == "assistant" and len(turns) > 1 and not _says_anything(turns[-1][1]):
         turns.pop()
     return turns
+
+
+def thinks(request: CountRequest) -> bool:
+    """Return True if the model is asked to think."""
+    return request.thinking is not None and request.thinking.type != "disabled"
 
 
 def goes_on(request: CountRequest) -> bool:

@@ -16,13 +16,14 @@ from nano_inference.server.api.shared.answers import (
     DONE,
     LazyArray,
     encode_line,
+    named_tops,
     npy_of,
     prompt_rows,
     routed_experts_told,
     token_name,
     version_spans,
 )
-from nano_inference.server.api.shared.choices import Choice, TextStyle
+from nano_inference.server.api.shared.choices import Choice, ChoiceDelta, TextStyle
 from nano_inference.server.api.shared.prompts import adapter_of, require_at_most
 from nano_inference.server.api.shared.protocol import Ask, Builder, RequestUsage, Served
 from nano_inference.server.api.shared.sampling import (
@@ -30,11 +31,12 @@ from nano_inference.server.api.shared.sampling import (
     hinted,
     kept_seconds,
     num_logprobs,
+    require_logprobs,
     sampling_params,
     version_number,
 )
 from nano_inference.server.errors import bad_request
-from nano_inference.types import Limits, TrainingSample
+from nano_inference.types import Limits, TopLogprobs, TrainingSample
 
 
 def fingerprint(served: Served) -> str:
@@ -153,6 +155,14 @@ class OpenAIBuilder(Builder):
         self._around: dict[int, tuple[bytes, bytes]] = {}
         self._no_choice = b"data: " + head + b',"choices":[],"usage":'
 
+    def tops_of(self, piece: ChoiceDelta) -> Sequence[TopLogprobs]:
+        """Return the candidates of each token: the ids that the client named, or the most probable
+        tokens.
+        """
+        if piece.token_id_logprobs is not None:
+            return named_tops(self.request.logprob_token_ids or (), piece.token_id_logprobs)
+        return piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
+
     # -- requests ----------------------------------------------------------------------------------
 
     def ask(
@@ -166,17 +176,20 @@ class OpenAIBuilder(Builder):
     ) -> Ask:
         """Return the `Ask` of one prompt. `more` holds further fields of `Ask`."""
         request = self.request
+        named = request.logprob_token_ids or ()
+        require_logprobs(len(named), self.served, "logprob_token_ids")
         params = sampling_params(
             request,
             self.served,
             max_tokens=max_tokens,
             stop=self.stop,
-            top_logprobs=top_logprobs,
+            top_logprobs=0 if named else top_logprobs,
             scored_prompt=scored_prompt,
             defaults=self.served.sampling_defaults,
             renamed={
                 "adapter": self._adapter,
                 "routed_experts": self._routed_experts(),
+                "logprob_token_ids": named,
                 **hinted(kept_seconds(request.prompt_cache_retention, request), self.served),
             },
             behind=behind,
@@ -210,8 +223,8 @@ class OpenAIBuilder(Builder):
         return (recorded and bool(request.return_token_ids) and not request.stream) or None
 
     def cut(self, prompt: list[int], max_tokens: int | None) -> list[int]:
-        """Return the prompt, truncated as the request asks. `max_tokens` is the limit of the
-        completion. None: reserve one token.
+        """Return the prompt, truncated as the request asks, and count what is gone. `max_tokens` is
+        the limit of the completion. None: reserve one token.
         """
         most = self.request.truncate_prompt_tokens
         if most is None or len(prompt) <= most:
@@ -222,6 +235,7 @@ class OpenAIBuilder(Builder):
             raise bad_request(
                 "truncate_prompt_tokens is 0, which leaves no prompt; give -1 or at least 1.", _CUT
             )
+        self.num_truncated += len(prompt) - most
         return prompt[:most] if self.request.truncation_side == "right" else prompt[-most:]
 
     # -- answers -----------------------------------------------------------------------------------

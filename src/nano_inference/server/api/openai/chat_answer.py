@@ -25,7 +25,7 @@ from nano_inference.server.api.shared.prompts import (
 from nano_inference.server.api.shared.protocol import ApiProtocol, RequestUsage, Served
 from nano_inference.server.api.shared.sampling import num_logprobs
 from nano_inference.server.errors import bad_request
-from nano_inference.types import TopLogprobs, TrainingSample
+from nano_inference.types import TrainingSample
 
 
 class ChatBuilder(OpenAIBuilder):
@@ -43,6 +43,8 @@ class ChatBuilder(OpenAIBuilder):
         self.request: ChatRequest = request
         if request.top_logprobs and not request.logprobs:
             raise bad_request("top_logprobs requires logprobs: true.", "top_logprobs")
+        if request.logprob_token_ids and not request.logprobs:
+            raise bad_request("logprob_token_ids requires logprobs: true.", "logprob_token_ids")
         top_logprobs = num_logprobs(request.top_logprobs, served, "top_logprobs") or 0
         name = (
             "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
@@ -62,9 +64,11 @@ class ChatBuilder(OpenAIBuilder):
         self.asks = with_calls(
             self.asks, demand, served, goes_on=bool(request.continue_final_message)
         )
-        tools = bool(request.tools) and request.tool_choice != "none"
         self.make_parser = parser_of(
-            self._prompt, served, tools=tools, format=call_format(demand, served)
+            self._prompt,
+            served,
+            tools=None if demand is None else demand.schemas,
+            format=call_format(demand, served),
         )
         self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)
         self._plain = not (self._extras or self.continuous_usage)
@@ -189,8 +193,9 @@ class ChatBuilder(OpenAIBuilder):
 
     def token_rows(self, piece: ChoiceDelta) -> Iterator[dict[str, Any]]:
         """Yield the logprob and the most probable tokens of each token."""
-        tops = piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
-        for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True):
+        for token_id, logprob, top in zip(
+            piece.token_ids, piece.logprobs, self.tops_of(piece), strict=True
+        ):
             best = zip(top.token_ids, top.logprobs, strict=True)
             yield self._token(token_id, logprob) | {
                 "top_logprobs": [self._token(*each) for each in best]

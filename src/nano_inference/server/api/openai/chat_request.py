@@ -40,6 +40,7 @@ def chat_prompt(
         continue_final_message=goes_on,
         documents=request.documents,
         add_special_tokens=bool(request.add_special_tokens),
+        history=request.reasoning_history,
     )
 
 
@@ -50,6 +51,14 @@ def template_kwargs(request: ChatTemplateFields) -> dict[str, Any]:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
         if request.reasoning_effort == "none":
             kwargs.setdefault("enable_thinking", False)
+    if request.enable_thinking is not None:
+        if kwargs.get("enable_thinking", request.enable_thinking) is not request.enable_thinking:
+            raise bad_request(
+                "enable_thinking contradicts chat_template_kwargs or reasoning_effort; give only "
+                "one of them.",
+                "enable_thinking",
+            )
+        kwargs["enable_thinking"] = request.enable_thinking
     return kwargs
 
 

@@ -166,8 +166,8 @@ class CompletionBuilder(CompletionAsked):
         if offsets is None:
             offsets = self._offsets[piece.index] = self._begin(piece, rows)
         if not self._hides:
-            tops = piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
-            self._add(rows, piece.token_ids, piece.logprobs, tops)
+            count = len(self.request.logprob_token_ids or ()) or self.logprobs
+            self._add(rows, piece.token_ids, piece.logprobs, self.tops_of(piece), count)
             rows["text_offset"] += offsets.push(piece.token_ids)
         return rows
 
@@ -181,7 +181,7 @@ class CompletionBuilder(CompletionAsked):
             return self._new_offsets(0)
         assert sample.prompt_logprobs is not None
         tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
-        self._add(rows, sample.prompt_tokens, sample.prompt_logprobs, tops)
+        self._add(rows, sample.prompt_tokens, sample.prompt_logprobs, tops, self.logprobs)
         rows["token_logprobs"][0] = rows["top_logprobs"][0] = None
         text = self._prompt_of(piece.index).text
         offsets = Offsets(self.texts, shown=text, special_tokens=text is None)
@@ -200,12 +200,13 @@ class CompletionBuilder(CompletionAsked):
         ids: Sequence[int],
         logprobs: Sequence[float],
         tops: Sequence[TopLogprobs],
+        count: int | None,
     ) -> None:
         for token_id, logprob, top in zip(ids, logprobs, tops, strict=True):
             name = self.token_text(token_id)
             rows["tokens"].append(name)
             rows["token_logprobs"].append(at_least(logprob))
-            best = TopLogprobs(top.token_ids[: self.logprobs], top.logprobs[: self.logprobs])
+            best = TopLogprobs(top.token_ids[:count], top.logprobs[:count])
             row: dict[str, float] = {}
             for candidate, score, _ in own_first(token_id, logprob, best):
                 row.setdefault(self.token_text(candidate), at_least(score))

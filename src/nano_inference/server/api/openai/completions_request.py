@@ -49,6 +49,8 @@ class CompletionAsked(OpenAIBuilder):
         self.request: CompletionRequest = request
         self.echo = bool(request.echo)
         self.logprobs = num_logprobs(request.logprobs, served, "logprobs")
+        if request.logprob_token_ids and self.logprobs is None:
+            raise bad_request("logprob_token_ids requires logprobs.", "logprob_token_ids")
         if self.logprobs is not None and self.texts is None:
             raise bad_request(
                 "logprobs requires a tokenizer, which the model does not have; omit it.", "logprobs"

@@ -17,6 +17,7 @@ from nano_inference.server.api.shared.fields import (
     SamplingFields,
     Schema,
     Strict,
+    TokenIds,
 )
 from nano_inference.server.api.shared.openapi import (
     INTEGER,
@@ -123,6 +124,9 @@ class OpenAIFields(SamplingFields):
         None, description='Name tokens in logprobs as "token_id:123"'
     )
     prompt_logprobs: PromptLogprobs = None
+    logprob_token_ids: TokenIds | None = Field(
+        None, description="Ids whose logprobs take the place of the most probable tokens'"
+    )
     include_stop_str_in_output: bool | None = Field(
         None, description="Include the stop string in the text"
     )
@@ -152,7 +156,7 @@ class OpenAIFields(SamplingFields):
     refused = {
         name: each
         for name, each in SamplingFields.refused.items()
-        if name != "truncate_prompt_tokens"
+        if name not in ("truncate_prompt_tokens", "logprob_token_ids")
     } | {"moderation": ()}
 
 
@@ -234,6 +238,12 @@ class ChatTemplateFields(Strict):
     ] = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = Field(
+        None, description="The variable of this name in chat_template_kwargs"
+    )
+    reasoning_history: Literal["keep", "strip"] | None = Field(
+        None, description="Reasoning of earlier turns. Default: the template decides"
+    )
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = Field(
         None, description="Add the tokens that the tokenizer puts around a text"

@@ -2,48 +2,56 @@
 
 Particularities of this server:
 
-- An input holds texts, function calls, their outputs and reasoning. Images, files and OpenAI's own
-  tools are rejected by name. The prompt is that of the same chat.
+- The model sees every tool as a function (`responses_tools`). Tools that a server would have to run
+  are rejected by name, as are images and files. The prompt is that of the same chat.
 - Reasoning is answered in full: its items have `content` and no summary. Items that are sent back
-  are passed to the chat template.
+  are passed to the chat template, by their signed `encrypted_content` if they have it.
 - `include: ["message.output_text.logprobs"]` returns the logprobs of all tokens of the answer,
   including those of reasoning and calls, which are not in the text.
 - Responses are stored in this process, up to `max_stored_responses` bytes. The least recently used
-  ones are dropped first, and a restart drops all. `store: false` stores nothing.
+  ones are dropped first, and a restart drops all. `store: false` stores nothing. A response belongs
+  to the API key of its request.
+- `background: true` generates without the client, who polls, reads the events or cancels.
 """
 
-import json
-import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
-
-from pydantic_core import from_json
 
 from nano_inference.core.budget import Names
 from nano_inference.server.api.openai.chat_answer import ChatBuilder
 from nano_inference.server.api.openai.kept_responses import KeptResponse
+from nano_inference.server.api.openai.responses_items import ItemStream, new_id
 from nano_inference.server.api.openai.responses_models import (
+    ENCRYPTED,
     RESPONSE,
     ChatMessage,
     Item,
     ResponsesRequest,
 )
 from nano_inference.server.api.openai.responses_request import (
+    Reader,
     chat_request,
+    check_include,
     items_of,
-    joined,
-    messages_of,
+)
+from nano_inference.server.api.openai.responses_tools import (
+    Offers,
+    forced_names,
+    offered_tools,
+    shown_tools,
 )
 from nano_inference.server.api.parsing import ToolCallDelta
-from nano_inference.server.api.shared.answers import encode_line
-from nano_inference.server.api.shared.blocks import Blocks, Event, Kind
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
+from nano_inference.server.api.shared.detached import Detached
+from nano_inference.server.api.shared.fields import read_body
 from nano_inference.server.api.shared.openapi import operation
 from nano_inference.server.api.shared.protocol import ApiProtocol, Builder, RequestUsage, Served
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, bad_request, shown
 
+CANCELLED = "response_cancelled"  # code of the error that cancels a response
+_INSTRUCTING = ("system", "developer")
 # field of a chat request -> field of a response request, for errors
 _RENAMED: Mapping[str, str] = {
     "messages": "input",
@@ -54,35 +62,115 @@ _RENAMED: Mapping[str, str] = {
 
 
 class ResponseBuilder(Builder):
-    """One request for a response, answered by a chat whose output is converted to items."""
+    """One request for a response, answered by a chat whose output is converted to items.
+
+    Args:
+        request: Body of the request.
+        served: Served model.
+        request_id: Id of the request.
+        owner: Client that may read the response later.
+    """
 
     names: ClassVar[Names] = {"max_tokens": "max_output_tokens"}
 
-    def __init__(self, request: ResponsesRequest, served: Served, request_id: str) -> None:
+    def __init__(
+        self, request: ResponsesRequest, served: Served, request_id: str, owner: str = ""
+    ) -> None:
         self._served = served
-        self._own = messages_of(request.input)
+        self._request, self._owner = request, owner
+        check_include(request.include)
+        self._reader = Reader(served.seal, owner)
+        self._own = self._reader.messages(request.input)
         self._before: Sequence[ChatMessage] = ()
-        if (name := request.previous_response_id) is not None:
-            self._before = served.responses.get(name, "previous_response_id").messages
-        try:
-            self._chat = ChatBuilder(chat_request(request, self._before), served, request_id)
-        except ApiError as problem:
-            raise _renamed(problem) from None
+        offers = offered_tools(
+            request.tools or (), items_of(request.input), forced_names(request.tool_choice)
+        )
+        if request.previous_response_id is not None:
+            kept = self._continued(request.previous_response_id)
+            self._before, offers = kept.messages, {**kept.late_tools, **offers}
+        self._late = {name: tool for name, tool in offers.items() if tool.is_late}
+        self._chat = self._fitting_chat(offers, request_id)
         self.asks = self._chat.asks
         self.make_parser = self._chat.make_parser
-        self.stream = bool(request.stream)
-        self._request = request
-        self._head = _head(request, self._chat.head["model"])
-        one_call = request.parallel_tool_calls is False
-        self._items = ItemStream(self._chat if self._chat.request.logprobs else None, one_call)
+        self.shows_stream = bool(request.stream)
+        self.stream = self.shows_stream or bool(request.background)
+        self._head = _head(request, self._chat.head["model"], offers)
+        self._items = ItemStream(
+            offers,
+            self._chat if self._chat.request.logprobs else None,
+            self._sealed if ENCRYPTED in (request.include or ()) else None,
+            one_call=request.parallel_tool_calls is False,
+        )
+        self._status = "queued" if request.background else "in_progress"
+        if request.background:
+            self.detached = self._detached()
+
+    def _continued(self, name: str) -> KeptResponse:
+        kept = self._served.responses.get(name, "previous_response_id", self._owner)
+        if kept.is_running:
+            raise bad_request(
+                f"response {shown(name)} is still being generated; wait until it has ended.",
+                "previous_response_id",
+            )
+        return kept
+
+    def _fitting_chat(self, offers: Offers, request_id: str) -> ChatBuilder:
+        """Return the chat. With `truncation: auto` it begins with the first turn from which the
+        conversation fits into the context.
+        """
+        messages = [*self._before, *self._own]
+
+        def chat(first: int) -> ChatBuilder:
+            begun = [each for each in messages[:first] if each["role"] in _INSTRUCTING]
+            try:
+                converted = chat_request(self._request, [*begun, *messages[first:]], offers)
+                return ChatBuilder(converted, self._served, request_id)
+            except ApiError as problem:
+                raise _renamed(problem) from None
+
+        if self._request.truncation != "auto":
+            return chat(0)
+        turns = [index for index, each in enumerate(messages) if each["role"] == "user"]
+        return _first_that_fits(chat, [0, *turns[1:]])
+
+    def _sealed(self, thought: str) -> str:
+        return self._served.seal.close(thought, self._owner)
+
+    # -- in the background -------------------------------------------------------------------------
+
+    def _detached(self) -> Detached:
+        responses, name = self._served.responses, self._head["id"]
+        if not self._head["store"] or not responses.most_bytes:
+            remedy = (
+                "omit store: false"
+                if responses.most_bytes
+                else "raise max_stored_responses above 0"
+            )
+            raise bad_request(f"background requires a stored response; {remedy}.", "background")
+        return Detached(
+            self.snapshot,
+            keeps_events=self.shows_stream,
+            grew=lambda num_bytes: responses.grow(name, num_bytes),
+        )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the response so far."""
+        output = list(map(dict, self._items.items))
+        return self._head | {"status": self._status, "output": output, "usage": None}
+
+    def queued(self) -> bytes:
+        """Store the queued response, and return its events. Raises `ApiError` 429."""
+        self._keep(self.snapshot(), ())
+        kinds = ("response.created", "response.queued")
+        return self._items.told({"type": kind, "response": self.snapshot()} for kind in kinds)
 
     # -- a stream ----------------------------------------------------------------------------------
 
     def start(self, usage: RequestUsage) -> bytes:
-        """Return `response.created` and `response.in_progress`."""
-        begun = self._head | {"status": "in_progress", "output": [], "usage": None}
-        kinds = ("response.created", "response.in_progress")
-        return self._items.told({"type": kind, "response": begun} for kind in kinds)
+        """Return `response.created`, unless it was sent, and `response.in_progress`."""
+        kinds = ["response.created", "response.in_progress"][self._status == "queued" :]
+        self._status = "in_progress"
+        return self._items.told({"type": kind, "response": self.snapshot()} for kind in kinds)
 
     def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
         """Return the events of output items."""
@@ -96,10 +184,15 @@ class ResponseBuilder(Builder):
         return self._items.told([*last, {"type": kind, "response": response}])
 
     def failure(self, problem: ApiError) -> bytes:
-        """Return the `response.failed` event."""
-        error = {"code": "server_error", "message": problem.message}
-        failed = {"status": "failed", "error": error, "output": self._items.items, "usage": None}
-        return self._items.told([{"type": "response.failed", "response": self._head | failed}])
+        """Return the `response.failed` event. A canceled response has its own status in it."""
+        error = None
+        if problem.code != CANCELLED:
+            error = {"code": "server_error", "message": problem.message}
+        self._status = "failed" if error else "cancelled"
+        response = self.snapshot() | {"error": error}
+        if self.detached is not None:
+            self._keep(response, [*self._before, *self._own])
+        return self._items.told([{"type": "response.failed", "response": response}])
 
     # -- the answer as a whole ---------------------------------------------------------------------
 
@@ -132,12 +225,18 @@ class ResponseBuilder(Builder):
             "output": output,
             "usage": self._usage(usage, choice),
         }
+        if whole:
+            response["completed_at"] = int(time.time())
+        self._status = response["status"]
         if self._head["store"]:
-            said = joined(messages_of(list(map(_sent_back, output)))) if output else []
-            items = [_listed(item) for item in items_of(self._request.input)]
-            kept = KeptResponse(response, items, [*self._before, *self._own, *said])
-            self._served.responses.put(kept)
+            said = self._reader.messages(output) if output else []
+            self._keep(response, [*self._before, *self._own, *said])
         return response
+
+    def _keep(self, response: Mapping[str, Any], messages: Sequence[ChatMessage]) -> None:
+        items = [_listed(item) for item in items_of(self._request.input)]
+        kept = KeptResponse(response, items, messages, self._owner, self.detached, self._late)
+        self._served.responses.put(kept)
 
     def _usage(self, usage: RequestUsage, choice: Choice) -> dict[str, Any]:
         counts = self._chat.usage_of(usage, [choice])
@@ -152,64 +251,64 @@ class ResponseBuilder(Builder):
         }
 
 
-def _head(request: ResponsesRequest, model: str) -> dict[str, Any]:
+def _first_that_fits(chat: Callable[[int], ChatBuilder], firsts: Sequence[int]) -> ChatBuilder:
+    """Return the longest chat that fits into the context. Later beginnings make shorter ones."""
+    low, high, best, reason = 0, len(firsts) - 1, None, None
+    while low <= high:
+        # the whole conversation first: it usually fits
+        middle = 0 if best is None and reason is None else (low + high) // 2
+        try:
+            best, high = chat(firsts[middle]), middle - 1
+        except ApiError as problem:
+            if problem.code != "context_length_exceeded":
+                raise
+            reason, low = problem, middle + 1
+    if best is None:
+        assert reason is not None
+        raise reason
+    return best
+
+
+def _head(request: ResponsesRequest, model: str, offers: Offers) -> dict[str, Any]:
     """Return the fields that a response has from its first event on."""
     plain = request.model_dump(by_alias=True, exclude_none=True)
-    reasoning = plain.get("reasoning", {})
+    reasoning, text = plain.get("reasoning", {}), plain.get("text", {})
     return {
-        "id": f"resp_{secrets.token_hex(24)}",  # secret: its id is enough to read a response
+        "id": new_id("resp"),
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
-        "background": False,
+        "background": bool(request.background),
+        "completed_at": None,
         "error": None,
         "incomplete_details": None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": None,
+        "max_tool_calls": request.max_tool_calls,
         "metadata": request.metadata or {},
         "model": model,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "safety_identifier": request.safety_identifier,
         "service_tier": "default",
         "store": request.store is not False,
         "temperature": request.temperature,
-        "text": {"format": plain.get("text", {}).get("format", {"type": "text"})},
+        "text": {"format": {"type": "text"}} | text,
         "tool_choice": request.tool_choice or "auto",
-        "tools": plain.get("tools", []),
+        "tools": shown_tools(request.tools or (), offers),
         "top_logprobs": request.top_logprobs or 0,
         "top_p": request.top_p,
-        "truncation": "disabled",
-        "user": None,
+        "truncation": request.truncation or "disabled",
+        "user": request.user,
     }
-
-
-def _sent_back(item: Item) -> Item:
-    """Return an item of an answer as an item of an input. The arguments of a call that was cut off
-    are completed to valid JSON.
-    """
-    if item["type"] != "function_call":
-        return item
-    text, arguments = item["arguments"], "{}"
-    with suppress(ValueError):
-        partial = from_json(text, allow_partial=True)
-        arguments = text if _is_json(text) else json.dumps(partial)
-    return item | {"arguments": arguments}
-
-
-def _is_json(text: str) -> bool:
-    try:
-        from_json(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _listed(item: Item) -> Item:
     """Return an input's item in the form for `input_items`: with an id, and content in parts."""
     kind = item.get("type", "message")
-    listed = {"id": f"item_{secrets.token_hex(24)}", "status": "completed"} | item | {"type": kind}
+    listed = {"id": new_id("item"), "status": "completed"} | item | {"type": kind}
     if isinstance(text := item.get("content"), str):
         is_output = item["role"] == "assistant"
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -233,130 +332,17 @@ def _renamed(problem: ApiError) -> ApiError:
     return problem
 
 
-_PREFIX: Mapping[Kind, str] = {"thinking": "rs", "text": "msg", "call": "fc"}
-# kind -> prefix of its text's events
-_TEXT: Mapping[Kind, str] = {
-    "thinking": "response.reasoning_text",
-    "text": "response.output_text",
-    "call": "response.function_call_arguments",
-}
+@dataclass(frozen=True)
+class ResponsesProtocol(ApiProtocol):
+    """Protocol whose answers belong to the client that asks."""
+
+    def prepare(self, body: bytes, served: Served, request_id: str, owner: str = "") -> Builder:
+        """Read a request. Call it in a thread if the body is large."""
+        request = read_body(body, ResponsesRequest, served.config)
+        return ResponseBuilder(request, served, request_id, owner)
 
 
-class ItemStream(Blocks):
-    """Converter of pieces to events of output items, which also collects the items.
-
-    Args:
-        logprobs: Builder that makes rows of logprobs. None: the client did not ask for them.
-        one_call: Omit all calls but the first.
-    """
-
-    def __init__(self, logprobs: ChatBuilder | None, one_call: bool) -> None:
-        super().__init__(one_call=one_call)
-        self._logprobs = logprobs
-        self._said: list[str] = []  # text of the open item
-        self._broke = False  # True if the open item is a broken call
-        self._number = 0  # number of the next event
-        self._new: list[Any] = []  # logprobs of tokens whose text is still to come
-        self._scored: list[Any] = []  # logprobs in the events of the open item
-        self._is_cut = False  # True if the answer ended inside the open item
-        self.items: list[Item] = []
-
-    def told(self, events: Iterable[Event]) -> bytes:
-        """Return events as bytes, with sequence numbers."""
-        written: list[bytes] = []
-        for event in events:
-            line = encode_line(event | {"sequence_number": self._number})
-            written.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), line))
-            self._number += 1
-        return b"".join(written)
-
-    def push(self, piece: ChoiceDelta) -> list[Event]:
-        """Return the events of the answer's new part, and collect its logprobs."""
-        if self._logprobs is not None and piece.token_ids:
-            self._new += self._logprobs.token_rows(piece)
-        return super().push(piece)
-
-    def ended(self, choice: Choice) -> list[Event]:
-        """Return the remaining events. The message's item gets the logprobs of the whole answer."""
-        self._is_cut = choice.finished is None or choice.finished.finish_reason != "stop"
-        events = self.end()
-        if self._logprobs is not None:
-            rows = [*self._logprobs.token_rows(choice.whole)]
-            for item in self.items:
-                if item["type"] == "message":
-                    item["content"][0]["logprobs"] = rows
-        return events
-
-    def opened(self, kind: Kind, call: ToolCallDelta | None) -> None:
-        """Append `response.output_item.added`, and the beginning of its part."""
-        item: Item = {"id": f"{_PREFIX[kind]}_{secrets.token_hex(24)}", "status": "in_progress"}
-        if kind == "thinking":
-            item |= {"type": "reasoning", "summary": [], "content": []}
-        elif kind == "text":
-            item |= {"type": "message", "role": "assistant", "content": []}
-        else:
-            assert call is not None
-            called = {"call_id": call.id, "name": call.name or "", "arguments": ""}
-            item |= {"type": "function_call", **called}
-        self._said, self._scored = [], []
-        self.items.append(item)
-        self._event("response.output_item.added", item=dict(item))
-        if kind != "call":
-            self._part("response.content_part.added", kind, "")
-
-    def said(self, kind: Kind, text: str) -> None:
-        """Append an event with more of the item's text, or of a call's arguments."""
-        self._said.append(text)
-        self._event(f"{_TEXT[kind]}.delta", **self._where(kind), delta=text, **self._scores(kind))
-
-    def broke(self) -> None:
-        """Mark the open call as broken, so that clients do not run it."""
-        self._broke = True
-
-    def closed(self, kind: Kind) -> None:
-        """Append the ends of text, part and item."""
-        text, item = "".join(self._said), self.items[-1]
-        name = "arguments" if kind == "call" else "text"
-        more = {"name": item["name"]} if kind == "call" else {}
-        if kind == "text":
-            more = {"logprobs": self._scored}
-        self._event(f"{_TEXT[kind]}.done", **self._where(kind), **{name: text}, **more)
-        # held text follows the call, which is therefore complete
-        is_last = kind != "call" or not any(self._held.values())
-        is_whole = not self._broke and not (self._is_cut and is_last)
-        item["status"], self._broke = "completed" if is_whole else "incomplete", False
-        if kind == "call":
-            item["arguments"] = text
-        else:
-            item["content"] = [_part(kind, text)]
-            self._part("response.content_part.done", kind, text)
-        self._event("response.output_item.done", item=dict(item))
-
-    def _scores(self, kind: Kind) -> dict[str, Any]:
-        if kind != "text":
-            return {}
-        new, self._new = self._new, []
-        self._scored += new
-        return {"logprobs": new}
-
-    def _part(self, name: str, kind: Kind, text: str) -> None:
-        self._event(name, **self._where(kind), part=_part(kind, text))
-
-    def _where(self, kind: Kind) -> dict[str, Any]:
-        fields: dict[str, Any] = {"item_id": self.items[-1]["id"]}
-        return fields if kind == "call" else fields | {"content_index": 0}
-
-    def _event(self, event: str, **fields: Any) -> None:
-        self._events.append({"type": event, "output_index": len(self.items) - 1, **fields})
-
-
-def _part(kind: Kind, text: str) -> dict[str, Any]:
-    if kind == "thinking":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-PROTOCOL = ApiProtocol(
+PROTOCOL = ResponsesProtocol(
     ResponsesRequest,
     ResponseBuilder,
     operation(ResponsesRequest, RESPONSE, summary="Create a model's response", streams=True),

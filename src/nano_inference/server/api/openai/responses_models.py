@@ -4,7 +4,7 @@ An input is a list of items: messages, function calls, their outputs, and reason
 of the assistant may be one turn, which is one message in a chat.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
@@ -22,17 +22,52 @@ from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, n
 Item = dict[str, Any]
 ChatMessage = dict[str, Any]
 
-LOGPROBS = "message.output_text.logprobs"  # value of `include`
+LOGPROBS = "message.output_text.logprobs"  # values of `include`
+ENCRYPTED = "reasoning.encrypted_content"
+# the others are parts of items that this server does not make
+INCLUDABLE = (
+    *(LOGPROBS, ENCRYPTED, "message.input_image.image_url", "file_search_call.results"),
+    *("web_search_call.results", "web_search_call.action.sources"),
+    *("code_interpreter_call.outputs", "computer_call_output.output.image_url"),
+)
 
 
-class ResponseTool(Strict):
-    """Function that the model may call. Other types are OpenAI's own tools."""
+class InputFormat(Strict):
+    """Format of a custom tool's input."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class PlainTool(Strict):
+    """Tool that the model may use. `responses_tools` lists the types."""
 
     type: str
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: InputFormat | None = None  # for a custom tool
+    environment: dict[str, Any] | None = None  # for a shell
+    execution: str | None = None  # for a tool search
+    defer_loading: bool | None = None  # offer it only once a tool search has found it
+    ignored = (
+        "output_schema",
+        # parts of a web search, which no model sees
+        *("external_web_access", "search_context_size", "search_content_types"),
+        *("user_location", "filters"),
+    )
+    refused: ClassVar[dict[str, Sequence[Any]]] = {
+        "async": (False,),
+        "allowed_callers": (["direct"],),
+    }
+
+
+class ResponseTool(PlainTool):
+    """Tool, or a namespace of tools."""
+
+    tools: list[PlainTool] | None = None
 
 
 class TextFormat(JsonSchemaFormat):
@@ -42,10 +77,10 @@ class TextFormat(JsonSchemaFormat):
 
 
 class TextConfig(Strict):
-    """Settings of the answer's text. `verbosity` has no effect."""
+    """Settings of the answer's text. The chat template gets `verbosity` as a variable."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Strict):
@@ -90,20 +125,31 @@ class ResponsesRequest(SamplingFields):
     reasoning: Reasoning | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     store: bool | None = Field(None, description="false: do not store the response. Default: true")
+    background: bool | None = Field(
+        None, description="Answer at once with a queued response, and generate without the client"
+    )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: omit the oldest turns of a conversation that is too long"
+    )
+    max_tool_calls: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
+        None, description="Limit of calls that a server runs; this one runs none"
+    )
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
+    user: Annotated[str, Field(max_length=1024)] | None = None
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
     prompt_cache_retention: Retention | None = RETENTION
-    chat_template_kwargs: dict[str, Any] | None = None  # extension: more template variables
-    ignored = (
-        *("user", "service_tier", "safety_identifier", "prompt_cache_key"),
-        "prompt_cache_options",
-    )
+    # extensions: variables of the template, and reasoning of earlier turns
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_history: Literal["keep", "strip"] | None = None
+    ignored = ("service_tier", "prompt_cache_options", "client_metadata")
     refused = SamplingFields.refused | {
-        "background": (False,),
+        "background_options": (),
         "conversation": (),
+        "moderation": (),
         "prompt": (),
-        "max_tool_calls": (),
-        "truncation": ("disabled",),
         "context_management": ([],),
         "chat_template": (),
     }
@@ -128,13 +174,11 @@ RESPONSE = thing(
     id=STRING,
     object={"const": "response"},
     created_at=INTEGER,
-    status={"enum": ["in_progress", "completed", "incomplete", "failed"]},
+    status={"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
     error=nullable(thing("code", "message", code=STRING, message=STRING)),
     incomplete_details=nullable(thing("reason", reason=STRING)),
     model=STRING,
-    output=list_of(
-        thing("id", "type", id=STRING, type={"enum": ["reasoning", "message", "function_call"]})
-    ),
+    output=list_of(thing("id", "type", id=STRING, type=STRING)),
     previous_response_id=nullable(STRING),
     usage=nullable(
         thing(
@@ -145,5 +189,12 @@ RESPONSE = thing(
         )
     ),
 )
-ITEMS = thing("object", "data", object={"const": "list"}, data=list_of({"type": "object"}))
+ITEMS = thing(
+    *("object", "data", "has_more", "first_id", "last_id"),
+    object={"const": "list"},
+    data=list_of({"type": "object"}),
+    has_more={"type": "boolean"},
+    first_id=nullable(STRING),
+    last_id=nullable(STRING),
+)
 DELETED = thing("id", "object", "deleted", id=STRING, deleted={"const": True})

@@ -10,9 +10,11 @@ from nano_inference.server.api.parsing.formats import (
     ChatFormat,
     chat_format,
     make_parser,
+    markers_of,
     reasoning_before,
 )
 from nano_inference.server.api.parsing.output import OutputParser, Parsed, ToolCallDelta
+from nano_inference.server.api.parsing.tool_parsers import Schemas
 
 __all__ = [
     "AT_ONCE",
@@ -22,8 +24,10 @@ __all__ = [
     "ChatFormat",
     "OutputParser",
     "Parsed",
+    "Schemas",
     "ToolCallDelta",
     "chat_format",
     "make_parser",
+    "markers_of",
     "reasoning_before",
 ]

@@ -1,7 +1,7 @@
 """Formats of reasoning and tool calls by model family, recognized by the chat template."""
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -9,7 +9,8 @@ from nano_inference.errors import ConfigError
 from nano_inference.server.api.parsing.harmony import FINAL, HARMONY, HarmonyParser
 from nano_inference.server.api.parsing.output import OutputParser, Parsed, PlainParser
 from nano_inference.server.api.parsing.scanning import Steps, TextReader
-from nano_inference.server.api.parsing.tool_parsers import TOOL_FORMATS, ToolCallParser
+from nano_inference.server.api.parsing.tool_formats import PARSER_NAMES, TOOL_FORMATS
+from nano_inference.server.api.parsing.tool_parsers import Schemas, ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ _TOOL_SIGNS = (
     _IN_CHANNELS,
     *((name, each.sign, each.other_sign) for name, each in TOOL_FORMATS.items()),
 )
-_REASONING_SIGNS = (_IN_CHANNELS, ("think", r"</?think>", r"(?!)"))
+_SIGNS = {"tool": _TOOL_SIGNS, "reasoning": (_IN_CHANNELS, ("think", r"</?think>", r"(?!)"))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,8 @@ def chat_format(
 
     Args:
         template: Jinja source, or None without a template.
-        tool_format: One of `TOOL_FORMAT_NAMES`, which overrides the template. None: the template
+        tool_format: One of `TOOL_FORMAT_NAMES`, or vLLM's or SGLang's name of a
+            parser, which overrides the template. None: the template
             decides.
         reasoning_format: One of `REASONING_FORMAT_NAMES`, likewise.
 
@@ -145,10 +147,8 @@ def chat_format(
         ConfigError: The format does not exist, or the two do not belong to one model.
     """
     formats = ChatFormat(
-        tools=_choose("tool", tool_format, TOOL_FORMAT_NAMES, template, _TOOL_SIGNS),
-        reasoning=_choose(
-            "reasoning", reasoning_format, REASONING_FORMAT_NAMES, template, _REASONING_SIGNS
-        ),
+        tools=_choose("tool", _known_format(tool_format, template), TOOL_FORMAT_NAMES, template),
+        reasoning=_choose("reasoning", reasoning_format, REASONING_FORMAT_NAMES, template),
     )
     if formats.in_channels and {formats.tools, formats.reasoning} - {HARMONY, None}:
         raise ConfigError(
@@ -163,7 +163,6 @@ def _choose(
     name: str | None,
     names: tuple[str, ...],
     template: str | None,
-    signs: Iterable[tuple[str, str, str]],
 ) -> str | None:
     if name is not None:
         if name not in names:
@@ -171,14 +170,21 @@ def _choose(
                 f"{kind} format {name!r} does not exist; choose one of {', '.join(names)}"
             )
         return None if name == "none" else name
-    if template is None:
-        return None
-    matches = (
-        row
-        for row, present, absent in signs
-        if re.search(present, template) and not re.search(absent, template)
-    )
-    return next(matches, None)
+    return next(_shown_by(template, _SIGNS[kind]), None)
+
+
+def _shown_by(template: str | None, signs: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+    """Yield the formats that a template shows."""
+    for row, present, absent in signs if template is not None else ():
+        if re.search(present, template or "") and not re.search(absent, template or ""):
+            yield row
+
+
+def _known_format(name: str | None, template: str | None) -> str | None:
+    """Return our name of a format. If another system's name means several, the template chooses."""
+    formats = PARSER_NAMES.get(name or "", ())
+    shown = (each for each in _shown_by(template, _TOOL_SIGNS) if each in formats)
+    return next(shown, formats[0] if formats else name)
 
 
 def reasoning_before(
@@ -206,14 +212,25 @@ def reasoning_before(
     return Behind(row.end, row.begin)
 
 
+def markers_of(format: ChatFormat) -> frozenset[str]:
+    """Return the markers of tool calls, which a parser must see even if they are special tokens."""
+    row = TOOL_FORMATS.get(format.tools or "")
+    return frozenset[str]() if row is None else frozenset(row.markers)
+
+
 def make_parser(
-    format: ChatFormat, *, tools: bool, reasoning: bool, prompt_tail: str, mark: str = ""
+    format: ChatFormat,
+    *,
+    tools: Schemas | None,
+    reasoning: bool,
+    prompt_tail: str,
+    mark: str = "",
 ) -> OutputParser:
     """Return a parser for one sample.
 
     Args:
         format: Notation of the model.
-        tools: Separate tool calls. False: they stay text.
+        tools: Schemas of the tools' arguments, by name. None: calls stay text.
         reasoning: Separate reasoning. False: it stays text.
         prompt_tail: End of the prompt, some 100 characters, including special tokens. If the
             template has opened the reasoning there, the answer begins inside it.
@@ -222,13 +239,15 @@ def make_parser(
     """
     if format.in_channels:
         return HarmonyParser(
-            tools=tools and format.tools == HARMONY,
+            tools=tools is not None and format.tools == HARMONY,
             reasoning=reasoning and format.reasoning == HARMONY,
             prompt_tail=prompt_tail,
             mark=mark,
         )
     parser: OutputParser = (
-        ToolCallParser(TOOL_FORMATS[format.tools]) if tools and format.tools else PlainParser()
+        ToolCallParser(TOOL_FORMATS[format.tools], tools)
+        if tools is not None and format.tools
+        else PlainParser()
     )
     if reasoning and format.reasoning:
         row = REASONING_FORMATS[format.reasoning]

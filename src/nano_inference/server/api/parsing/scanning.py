@@ -20,6 +20,8 @@ class TextReader:
     def __init__(self) -> None:
         self._text, self._at = "", 0
         self._ended = False
+        self._recording: list[str] | None = None  # text that was read since `_record`
+        self._record_at = 0
         self._reading = self._read()
 
     def _read(self) -> Steps:
@@ -28,8 +30,20 @@ class TextReader:
 
     def _go_on(self, text: str = "", *, ended: bool = False) -> None:
         """Continue to read with the next text. `ended`: the last one."""
+        if self._recording is not None:
+            self._recording.append(self._text[self._record_at : self._at])
+            self._record_at = 0
         self._text, self._at, self._ended = self._text[self._at :] + text, 0, ended
         next(self._reading, None)
+
+    def _record(self) -> None:
+        """Record the text that is read from here on."""
+        self._recording, self._record_at = [], self._at
+
+    def _recorded(self) -> str:
+        """Return the text that was read since `_record`, and end the record."""
+        before, self._recording = self._recording or [], None
+        return "".join([*before, self._text[self._record_at : self._at]])
 
     def _more(self) -> Steps:
         """Wait for a character. False: the text has ended."""

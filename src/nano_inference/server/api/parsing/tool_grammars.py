@@ -3,15 +3,30 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.server.api.parsing.formats import ChatFormat, reasoning_before
-from nano_inference.server.api.parsing.tool_parsers import TOOL_FORMATS, ToolFormat
+from nano_inference.server.api.parsing.harmony_grammars import harmony_lines
+from nano_inference.server.api.parsing.literals import is_bare_key
+from nano_inference.server.api.parsing.tool_formats import (
+    NAME,
+    TOOL_FORMATS,
+    JsonArguments,
+    KeywordArguments,
+    NamedCall,
+    ObjectCall,
+    TaggedArguments,
+)
+from nano_inference.server.api.parsing.tool_parsers import MOST_KEY, Schemas
+from nano_inference.server.api.parsing.typed_values import TEXT, kinds_of
+from nano_inference.server.api.parsing.value_grammars import ValueRules, regex_of
 from nano_inference.structured.grammar import BOUNDED, Grammar
 from nano_inference.structured.structural_tag import ANYTHING, literal, schema_part
 from nano_inference.text.tokenizer import Tokenizer
+
+_FENCE, _END_OF_FENCE = "\n```json\n", "\n```"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +57,11 @@ class ToolDemand:
     tools: Sequence[OfferedTool]
     forced: bool
     parallel: bool = True
+
+    @property
+    def schemas(self) -> Schemas:
+        """Schemas of the tools' arguments, by name."""
+        return {tool.name: tool.parameters for tool in self.tools}
 
 
 def tool_grammar(
@@ -74,10 +94,8 @@ def tool_grammar(
             f"server with --tool-format: {', '.join(TOOL_FORMATS)}."
         )
     if format.in_channels:
-        raise InvalidRequest(
-            f"tool calls in the format {format.tools} cannot be forced, nor can schemas of strict "
-            "tools or of an answer next to tools be enforced; leave the choice to the model."
-        )
+        return _in_channels(demand, tokenizer, prompt_tail, content)
+    require_carried(demand, format)
     rules = _Rules(format.tools, tokenizer)
     behind = reasoning_before(
         format, prompt_tail=prompt_tail, goes_on=goes_on, hidden=rules.special
@@ -85,18 +103,76 @@ def tool_grammar(
     if behind.opened_by:
         rules.keep_from_beginning(behind.opened_by[0])
     answers = rules.answers(demand, content)
-    text = "\n".join(["%llguidance {}", f"start: {answers}", *rules.lines, ""])
+    lines = [f"start: {answers}", *rules.lines]
+    return replace(_grammar(lines, demand, content), **behind._asdict())
+
+
+def _grammar(lines: Sequence[str], demand: ToolDemand, content: Grammar | None) -> Grammar:
     lenient = not all(tool.strict for tool in demand.tools)
     if content is not None and not demand.forced:
         lenient |= content.lenient
-    return Grammar("lark", text, lenient=lenient, backend="llguidance", **behind._asdict())
+    text = "\n".join(["%llguidance {}", *lines, ""])
+    return Grammar("lark", text, lenient=lenient, backend="llguidance")
+
+
+def _in_channels(
+    demand: ToolDemand, tokenizer: Tokenizer, prompt_tail: str, content: Grammar | None
+) -> Grammar:
+    """Return the grammar of an answer in harmony."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    calls = [
+        (tool.name, schema_part(_arguments(tool), _options(BOUNDED, lenient=not tool.strict)))
+        for tool in demand.tools
+    ]
+    final = None if demand.forced else "TEXT"
+    if content is not None and not demand.forced:
+        options = _options(content.whitespace, lenient=content.lenient)
+        final = schema_part(json.loads(content.text), options)
+    ids = {token.content: token_id for token_id, token in added.items()}
+    return _grammar(harmony_lines(calls, final, ids, prompt_tail), demand, content)
+
+
+def require_carried(demand: ToolDemand, format: ChatFormat) -> None:
+    """Raise `InvalidRequest` if the model's notation cannot carry a tool's name or parameters."""
+    row = TOOL_FORMATS.get(format.tools or "")
+    form = row.call if row is not None else None
+    if not isinstance(form, NamedCall):
+        return
+    for tool in demand.tools:
+        if not NAME.fullmatch(tool.name):
+            raise InvalidRequest(
+                f"calls in the format {format.tools} cannot carry the name {tool.name!r} of a "
+                "tool; use letters, digits, - and _."
+            )
+        for name in (tool.parameters or {}).get("properties") or ():
+            if not _carries(form, name):
+                raise InvalidRequest(
+                    f"calls in the format {format.tools} cannot carry the parameter {name!r} of "
+                    f"tool {tool.name!r}; use letters, digits and _."
+                )
+
+
+def _carries(form: NamedCall, name: str) -> bool:
+    """Return True if a call can carry a parameter of this name."""
+    match form.arguments:
+        case TaggedArguments() as tags:
+            is_plain = name == name.strip() and 0 < len(name) <= MOST_KEY
+            return is_plain and not any(
+                each in name for each in (tags.key, tags.key_end, "\n") if each
+            )
+        case KeywordArguments() as keywords if keywords.notation.escapes:
+            return is_bare_key(name)
+        case KeywordArguments() as keywords:
+            return not any(quote in name for quote in keywords.notation.quotes)
+        case JsonArguments():
+            return True
 
 
 class _Rules:
     """Rules of Lark for one format and one tokenizer.
 
     Attributes:
-        special: Special tokens, whose text the parsers do not see.
+        special: Special tokens. The parsers see the text of those that are markers of calls.
         lines: Lines of the grammar.
     """
 
@@ -114,15 +190,11 @@ class _Rules:
 
     def answers(self, demand: ToolDemand, content: Grammar | None) -> str:
         """Return the alternatives of an answer."""
-        begin, calls = self._format.begin, self._calls(demand)
-        bare = self._format.bare
-        if begin in self.special and not bare:
-            raise InvalidRequest(
-                f"tool calls in the format {self._name} cannot be forced: {begin} is a special "
-                "token of this model's tokenizer, which answers do not show."
-            )
+        form, calls = self._format, self._calls(demand)
+        begin, bare = form.begin, form.bare
+        is_written_bare = bool(bare) and bare == (form.opener or "{")
         marked = f'SPACE? {self._written(begin)} " "? {calls}'
-        at_once = f"{self._bare_opening()} some_calls | {marked}" if bare else marked
+        at_once = f"{self._bare_opening()} some_calls | {marked}" if is_written_bare else marked
         if demand.forced:
             return at_once
         if content is not None:
@@ -130,10 +202,23 @@ class _Rules:
             schema = schema_part(json.loads(content.text), options)
             self.lines += [f"content: {schema}"]
             return f"{marked} | SPACE? content"
-        text = f"/{_free(self._format, self._not_first)}/" if bare else ANYTHING
+        text = self._free() if bare else ANYTHING
+        if begin in self.special:  # its letters are a marker, too
+            text += f" & ~/(.|\\n)*{regex_of(begin)}(.|\\n)*/"
         self.lines += [f"TEXT: {text}"]
         later = f'({self._until("text_until", "TEXT", text, begin)}) " "? {calls}'
-        return f"TEXT | {later} | {at_once}" if bare else f"TEXT | {later}"
+        return f"TEXT | {later} | {at_once}" if is_written_bare else f"TEXT | {later}"
+
+    def _free(self) -> str:
+        """Return a terminal for text that the parser does not read as calls without a marker."""
+        space, form = r" \t\r\n", self._format
+        if form.bare not in ("{", "["):
+            first = f" & ~/[{regex_of(self._not_first)}](.|\\n)*/" if self._not_first else ""
+            return f"{ANYTHING} & ~/[{space}]*{regex_of(form.bare)}(.|\\n)*/{first}"
+        first = f"[^{space}{re.escape(form.bare + self._not_first)}]"
+        if form.opener and isinstance(form.call, ObjectCall):
+            first = rf"({first}|{re.escape(form.opener)}[{space}]*[^{space}{{])"
+        return rf"/[{space}]*({first}(.|\n)*)?/"
 
     def _bare_opening(self) -> str:
         """Return the opening of calls without a marker, including the space before it, because text
@@ -149,9 +234,15 @@ class _Rules:
         """Return a rule of calls, after the marker that opens them."""
         form = self._format
         for number, tool in enumerate(demand.tools):
-            head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{form.arguments}": '
-            schema = schema_part(_arguments(tool), _options(BOUNDED, lenient=not tool.strict))
-            self.lines += [f"call_{number}: {literal(head)} {schema} {literal('}')}"]
+            options = _options(BOUNDED, lenient=not tool.strict)
+            if isinstance(form.call, ObjectCall):
+                name = json.dumps(tool.name, ensure_ascii=False)
+                head = f'{{"name": {name}, "{form.call.arguments}": '
+                schema = schema_part(_arguments(tool), options)
+                body = f"{literal(head)} {schema} {literal('}')}"
+            else:
+                body = self._named(form.call, tool, f"call_{number}", options)
+            self.lines += [f"call_{number}: {body}"]
         more = f" ({self._written(form.joint)} call)*" if demand.parallel else ""
         self.lines += [
             f"call: {' | '.join(f'call_{number}' for number in range(len(demand.tools)))}",
@@ -160,33 +251,93 @@ class _Rules:
         ]
         return "calls"
 
+    def _named(
+        self, form: NamedCall, tool: OfferedTool, prefix: str, options: Mapping[str, Any]
+    ) -> str:
+        """Return a call whose name precedes its arguments."""
+        root = _arguments(tool)
+        number = ""
+        if form.numbered:
+            self.lines += [f"{prefix.upper()}_NUMBER: /[0-9]{{1,3}}/"]
+            number = f'":" {prefix.upper()}_NUMBER'
+        head = f"{self._written(form.before + form.prefix + tool.name)} {number}"
+        head, close = f"{head} {self._written(form.after)}", self._written(form.close)
+        if isinstance(form.arguments, JsonArguments):
+            body = schema_part(root, options)
+            if form.arguments.fenced:
+                body = f"{literal(_FENCE)} {body} {literal(_END_OF_FENCE)}"
+            return f"{head} {body} {close}"
+        values = ValueRules(
+            self.lines,
+            root,
+            prefix,
+            strict=tool.strict,
+            options=options,
+            write=self._written,
+            is_token=self.special.__contains__,
+        )
+        properties, required, others = values.properties()
+        if isinstance(form.arguments, KeywordArguments):
+            notation = form.arguments.notation
+            keys = (form.arguments.assign, True)
+            members = values.members(properties, required, others, notation, keys)
+            return f"{head} {members} {close}"
+        return f"{head} {self._tags(form.arguments, values, prefix)} {close}"
+
+    def _tags(self, tags: TaggedArguments, values: ValueRules, prefix: str) -> str:
+        """Return the parameters of a call, between their markers, in the order of the schema."""
+        gap = f"{literal(tags.gap)}?" if tags.gap else ""
+        properties, required, others = values.properties()
+        parts = list[str]()
+        for name, schema in properties.items():
+            one = self._tag(tags, literal(name), schema, values)
+            parts.append(f"({gap} {one}){'' if name in required else '?'}")
+        if not properties and others is not False:
+            self.lines += [f"{prefix.upper()}_KEY: /[A-Za-z0-9_]{{1,64}}/"]
+            schema = {} if others is True else others
+            one = self._tag(tags, f"{prefix.upper()}_KEY", schema, values)
+            parts.append(f"({gap} {one})*")
+        return f"{' '.join(parts)} {gap}"
+
+    def _tag(self, tags: TaggedArguments, name: str, schema: Any, values: ValueRules) -> str:
+        """Return a key and its value."""
+        line = "\n" if tags.lines else ""
+        key = f"{self._written(tags.key)} {name} {self._written(tags.key_end)}"
+        if tags.value:
+            key += f" {literal(tags.gap)}? {self._written(tags.value)}"
+        end = line + tags.end
+        if tags.typed:
+            text, other = tags.typed
+            kinds, options = kinds_of(schema, values.root), list[str]()
+            if "string" in kinds:
+                of_text = values.text_of(schema)
+                options.append(f"{literal(text)} {values.tagged(of_text, end, tags.end)}")
+            if kinds != TEXT:
+                value = values.tagged(schema, end, tags.end, json_only=True)
+                options.append(f"{literal(other)} {value}")
+            return f"{key} ({' | '.join(options)})"
+        return f"{key} {literal(line)} {values.tagged(schema, end, tags.end)}"
+
     def _until(self, name: str, terminal: str, text: str, marker: str) -> str:
         """Return a rule for text (a terminal, and its expression) up to the first marker, written
         as one token or as several.
         """
+        if marker in self.special:
+            return f"{terminal} {self._written(marker)}"
         self.lines += [f"{name}[lazy]: {text} {literal(marker)}"]
-        if marker in self._ids and marker not in self.special:
+        if marker in self._ids:
             return f"{name} | {terminal} {self._written(marker)}"
         return name
 
     def _written(self, text: str) -> str:
-        """Return text as a part of a rule, with markers as their tokens."""
-        markers = filter(None, (self._format.begin, self._format.end))
-        parts = re.split("|".join(f"({re.escape(each)})" for each in markers), text)
+        """Return text as a part of a rule, with markers as their tokens. A line break before other
+        text is a part of its own, since the joint and the end of calls may both begin with it.
+        """
+        markers = [each for each in self._format.markers if each in self._ids]
+        parts = re.split("|".join([r"(^\n)", *(f"({re.escape(each)})" for each in markers)]), text)
         return " ".join(
-            f"<[{self._ids[part]}]>" if part in self._ids else literal(part)
-            for part in parts
-            if part
+            f"<[{self._ids[part]}]>" if part in markers else literal(part) for part in parts if part
         )
-
-
-def _free(format: ToolFormat, not_first: str) -> str:
-    """Return a pattern for text that the parser does not read as calls without a marker."""
-    space, opener = r" \t\r\n", format.opener
-    first = f"[^{space}{re.escape((opener or '{') + not_first)}]"
-    if opener:
-        first = rf"({first}|{re.escape(opener)}[{space}]*[^{space}{{])"
-    return rf"[{space}]*({first}(.|\n)*)?"
 
 
 def _arguments(tool: OfferedTool) -> dict[str, Any]:

@@ -1,86 +1,42 @@
-"""Parser of tool calls that a model writes as JSON objects between markers.
+"""Parser of tool calls, by the row of their format.
 
 A call is announced, and streams, once its name is known and its arguments begin. Small mistakes in
 its JSON are mended (`JsonMender`). If a call breaks, all of its text is content.
 """
 
 import json
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from nano_inference.server.api.parsing.literals import LiteralReader
 from nano_inference.server.api.parsing.output import Parsed, ToolCallDelta
-from nano_inference.server.api.parsing.scanning import JsonMender, Steps, TextReader
+from nano_inference.server.api.parsing.scanning import JsonMender, Steps
+from nano_inference.server.api.parsing.tool_formats import (
+    NAME,
+    JsonArguments,
+    KeywordArguments,
+    NamedCall,
+    ObjectCall,
+    TaggedArguments,
+    ToolFormat,
+)
+from nano_inference.server.api.parsing.typed_values import (
+    ANY,
+    TEXT,
+    json_of,
+    kinds_of,
+    properties_of,
+    quoted,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """Notation of tool calls in a model family: a section of JSON objects. Whitespace around all
-    parts is ignored.
-
-    Attributes:
-        begin: Marker that opens a section.
-        sign: Regular expression that matches the family's chat templates.
-        other_sign: Regular expression that matches templates of other formats with the same
-            markers, but none of this family.
-        bare: True if an answer may begin with a section without `begin`.
-        opener: Text that the parser requires between `begin` and the first call.
-        separator: Text between calls. Optional in the output.
-        end: Marker that closes a section. Optional in the output.
-        no_arguments: True if a call may omit its arguments.
-        opening, joint, closing: Text that a grammar writes between `begin` and the first call,
-            between calls, and after the last.
-        arguments: Key of the arguments, as models write it.
-    """
-
-    begin: str
-    sign: str
-    other_sign: str
-    bare: bool = False
-    opener: str = ""
-    separator: str = ""
-    end: str = ""
-    no_arguments: bool = False
-    opening: str = ""
-    joint: str = ""
-    closing: str = ""
-    arguments: str = "arguments"
-
-
-TOOL_FORMATS = {
-    "hermes": ToolFormat(
-        begin="<tool_call>",
-        sign=r"<tool_call>",
-        other_sign=r"<function=|<arg_key>",
-        end="</tool_call>",
-        no_arguments=True,
-        opening="\n",
-        joint="\n</tool_call>\n<tool_call>\n",
-        closing="\n</tool_call>",
-    ),
-    "llama": ToolFormat(
-        begin="<|python_tag|>",
-        sign=r"<\|python_tag\|>|<\|start_header_id\|>[\s\S]*[\"']parameters\\?[\"']",
-        other_sign=r"<function=",
-        bare=True,
-        separator=";",
-        joint="; ",
-        arguments="parameters",
-    ),
-    "mistral": ToolFormat(
-        begin="[TOOL_CALLS]",
-        sign=r"\[TOOL_CALLS\]",
-        other_sign=r"\[ARGS\]|\[CALL_ID\]",
-        bare=True,
-        opener="[",
-        separator=",",
-        end="]",
-        opening="[",
-        joint=", ",
-        closing="]",
-    ),
-}
-
+_MOST_NAME = 256  # characters of a name
+MOST_KEY = 1000  # characters of a parameter's name
+_MOST_SPACE = 64  # characters of whitespace between a value's end and the next marker
+_VALUE_RUN = re.compile(r"[^<\n]+")
+_LINE_FREE_RUN = re.compile(r"[^<]+")
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _KEYS = frozenset({"name", "id", "type"}) | _ARGUMENTS
 
@@ -109,19 +65,26 @@ class _CallObject:
     keys: set[str] = field(default_factory=set[str])
 
 
-class ToolCallParser(TextReader):
+Schemas = Mapping[str, Mapping[str, Any] | None]  # schemas of arguments, by the name of the tool
+
+
+class ToolCallParser(LiteralReader):
     """Parser of content and tool calls. Whitespace around a section of calls belongs to its
     markers.
 
     Args:
         format: Notation of the model.
+        schemas: Schemas of the tools, by which values without quotes get their types. The value of
+            an unknown parameter is JSON if it can be read as JSON, else a string.
     """
 
-    def __init__(self, format: ToolFormat) -> None:
+    def __init__(self, format: ToolFormat, schemas: Schemas | None = None) -> None:
         super().__init__()
         self._format = format
+        self._schemas = schemas or {}
         self._num_calls = 0
         self._cut_off = False
+        self._is_bare = False  # True in a section without a marker, which text may resemble
         # whitespace, markers and parts of a call; content if they do not become a call
         self._held: list[str] = []
         self._content: list[str] = []  # like `_calls`, for the next `Parsed`
@@ -147,7 +110,9 @@ class ToolCallParser(TextReader):
     def _read(self) -> Steps:
         held, marker = self._held, self._format.begin
         if self._format.bare and (yield from self._begins_bare()):
+            self._is_bare = True
             yield from self._section()
+            self._is_bare = False
         while (yield from self._until(marker, self._content.append, held)):
             held.append(marker)
             yield from self._section()
@@ -158,7 +123,7 @@ class ToolCallParser(TextReader):
         """Return True if the answer begins with a section without a marker."""
         if not (yield from self._space(self._held)) or (yield from self._sees(self._format.begin)):
             return False
-        return self._text.startswith(self._format.opener or "{", self._at)
+        return (yield from self._sees(self._format.bare))
 
     def _section(self) -> Steps:
         """Read calls up to the end of the section. Other text is content."""
@@ -178,20 +143,34 @@ class ToolCallParser(TextReader):
         if goes_on and format.end and (yield from self._take(format.end)):
             held.clear()
             goes_on = yield from self._space(held)
-        elif goes_on and (
-            self._text.startswith("{", self._at)
-            or (format.separator and (yield from self._token(format.separator, held)))
-        ):
+        elif goes_on and (yield from self._sees_next()):
             return False
+        elif goes_on and format.end:
+            self._skip_cut(format.end)
+            goes_on = self._at < len(self._text)
         if not goes_on:
             held.clear()
         return True
 
+    def _sees_next(self) -> Steps:
+        """Return True if another call follows, after its separator."""
+        format = self._format
+        before = format.call.before if isinstance(format.call, NamedCall) else "{"
+        if before and (yield from self._sees(before)):
+            return True
+        return bool(format.separator) and (yield from self._token(format.separator, self._held))
+
     def _call(self) -> Steps:
         """Read one call. False: it is not a call or it breaks, and `_held` has its content."""
         yield from self._space(self._held)
-        call = _CallObject()
-        if (yield from self._object(call)):
+        call, form = _CallObject(), self._format.call
+        if isinstance(form, NamedCall):
+            self._record()
+            if (yield from self._named(call, form)):
+                return True
+            call.raw = [self._recorded()]
+            call.text += call.raw if call.is_announced else ()
+        elif (yield from self._object(call, form)):
             return True
         raw = "".join(call.raw)
         if call.has_arguments and call.is_announced and not raw.strip():
@@ -205,7 +184,7 @@ class ToolCallParser(TextReader):
         self._held.append(raw)
         return False
 
-    def _object(self, call: _CallObject) -> Steps:
+    def _object(self, call: _CallObject, form: ObjectCall) -> Steps:
         if not (yield from self._token("{", call.raw)):
             return False
         is_open = not (yield from self._token("}", call.raw))
@@ -216,7 +195,7 @@ class ToolCallParser(TextReader):
             if is_open and not (yield from self._token(",", call.raw)):
                 return False
             is_open = is_open and not (yield from self._token("}", call.raw))
-        if not call.is_announced and call.name is not None and self._format.no_arguments:
+        if not call.is_announced and call.name is not None and form.optional:
             self._announce(call, "{}")
         return call.is_announced
 
@@ -258,6 +237,209 @@ class ToolCallParser(TextReader):
         call.arguments = "".join(parts)
         return call.has_arguments
 
+    # -- a call whose name precedes its arguments --------------------------------------------------
+
+    def _named(self, call: _CallObject, form: NamedCall) -> Steps:
+        """Read a call whose arguments follow its name. False: it is not a call, or it breaks."""
+        if not (yield from self._take(form.before)):
+            return False
+        name = yield from self._word()
+        call_id = name if form.numbered else ""
+        if form.numbered:
+            name = re.sub(r":[0-9]+$", "", name)
+        name = name.removeprefix(form.prefix)
+        yield from self._space([])
+        if form.id and (yield from self._take(form.id)):
+            call_id = yield from self._word()
+            yield from self._space([])
+        is_known = name in self._schemas or not (self._is_bare and self._schemas)
+        if not (is_known and _is_text(name) and (yield from self._take(form.after))):
+            return False
+        call.name = name
+        match form.arguments:
+            case JsonArguments() as arguments:
+                is_whole = yield from self._json_arguments(call, arguments, form.close, call_id)
+            case TaggedArguments() as arguments:
+                is_whole = yield from self._tagged(call, form, arguments, call_id)
+            case KeywordArguments() as arguments:
+                is_whole = yield from self._keywords(call, form, arguments, call_id)
+        return is_whole
+
+    def _word(self) -> Generator[None, None, str]:
+        """Read a name or an id."""
+        parts, length = list[str](), 0
+        while (yield from self._more()) and length <= _MOST_NAME:
+            run = NAME.match(self._text, self._at)
+            if run is None:
+                break
+            parts.append(run[0])
+            length += len(run[0])
+            self._at = run.end()
+        return "".join(parts) if length <= _MOST_NAME else ""
+
+    def _json_arguments(
+        self, call: _CallObject, form: JsonArguments, close: str, call_id: str
+    ) -> Steps:
+        """Read arguments that are a JSON object, and the call's end."""
+        yield from self._space([])
+        if form.fenced and (yield from self._take("```json")):
+            yield from self._space([])
+        if not (yield from self._sees("{")):
+            return False
+        self._announce(call, call_id=call_id)
+        if not (yield from self._json("{", [], self._tell)):
+            return False
+        if form.fenced:
+            yield from self._close("```")
+        if close:
+            yield from self._close(close)
+        return True
+
+    def _close(self, close: str) -> Steps:
+        """Read the end of a call, which may be missing, after whitespace."""
+        yield from self._space([])
+        if not (yield from self._take(close)):
+            self._skip_cut(close)
+        return True
+
+    def _tagged(
+        self, call: _CallObject, form: NamedCall, tags: TaggedArguments, call_id: str
+    ) -> Steps:
+        """Read arguments between markers, and the call's end."""
+        root = self._schemas.get(call.name or "") or {}
+        schemas, is_first = properties_of(root), True
+        ends = [end for end in (form.close, self._format.end) if end]
+        if form.after:
+            self._announce(call, call_id=call_id)
+        while (yield from self._space([])):
+            if (yield from self._take(tags.key)):
+                key = yield from self._key_until(tags.key_end)
+                if key is None:
+                    return False
+                if not call.is_announced:
+                    self._announce(call, call_id=call_id)
+                self._tell(f"{'{' if is_first else ', '}{quoted(key)}: ")
+                is_first = False
+                kinds = kinds_of(schemas[key], root) if key in schemas else ANY
+                if not (yield from self._tagged_value(form, tags, kinds)):
+                    return False
+            elif (yield from self._sees_any(ends)):
+                if not call.is_announced:
+                    self._announce(call, call_id=call_id)
+                self._tell("{}" if is_first else "}")
+                yield from self._close(form.close)
+                return True
+            else:
+                self._skip_cut(tags.key, *ends)
+                return False
+        if self._cut_off or is_first:
+            return False
+        self._tell("}")
+        return True
+
+    def _sees_any(self, markers: Iterable[str]) -> Steps:
+        """Return True if one of the markers comes next."""
+        for marker in markers:
+            if (yield from self._sees(marker)):
+                return True
+        return False
+
+    def _skip_cut(self, *markers: str) -> None:
+        """Skip the beginning of a marker at which `max_tokens` ended the text."""
+        rest = self._text[self._at :]
+        if self._ended and self._cut_off and any(each.startswith(rest) for each in markers):
+            self._at = len(self._text)
+
+    def _key_until(self, marker: str) -> Generator[None, None, str | None]:
+        """Read a key and the marker after it. None: the text has no marker there."""
+        parts, length = list[str](), 0
+        while length <= MOST_KEY and (yield from self._more()):
+            if (yield from self._take(marker)):
+                return "".join(parts).strip()
+            end = self._text.find(marker[0], self._at + 1)
+            end = len(self._text) if end < 0 else end
+            parts.append(self._text[self._at : end])
+            length += end - self._at
+            self._at = end
+        return None
+
+    def _tagged_value(self, form: NamedCall, tags: TaggedArguments, kinds: frozenset[str]) -> Steps:
+        """Report a value. A string streams, and any other value comes at once."""
+        if tags.typed:
+            if (yield from self._take(tags.typed[0])):
+                kinds = TEXT
+            elif (yield from self._take(tags.typed[1])):
+                kinds = ANY
+            else:
+                return False
+        if tags.value:
+            yield from self._space([])
+            if not (yield from self._take(tags.value)):
+                return False
+        parts = list[str]()
+        if kinds == TEXT:
+            self._tell('"')
+        say = (lambda text: self._tell(quoted(text)[1:-1])) if kinds == TEXT else parts.append
+        if not (yield from self._value_text(form, tags, say)):
+            return False
+        self._tell('"' if kinds == TEXT else json_of("".join(parts), kinds))
+        return True
+
+    def _value_text(
+        self, form: NamedCall, tags: TaggedArguments, say: Callable[[str], None]
+    ) -> Steps:
+        """Report the text of a value, and read the marker after it. False: the text has ended."""
+        first = tags.end[0]
+        run = _VALUE_RUN if tags.lines else _LINE_FREE_RUN
+        if tags.lines:
+            yield from self._take("\n")
+        while (yield from self._more()):
+            if text := run.match(self._text, self._at):
+                say(text[0])
+                self._at = text.end()
+                continue
+            line = tags.lines and (yield from self._take("\n"))
+            if (yield from self._ends_value(form, tags)):
+                return True
+            if self._ended and self._cut_off and tags.end.startswith(self._text[self._at :]):
+                self._at = len(self._text)  # within the marker after the value
+            elif line:
+                say("\n")
+            elif self._text.startswith(first, self._at):
+                say(first)
+                self._at += 1
+        return False
+
+    def _ends_value(self, form: NamedCall, tags: TaggedArguments) -> Steps:
+        """Read the marker after a value, if a key or an end follows it."""
+        if not (yield from self._sees(tags.end)):
+            return False
+        stops = [stop for stop in (tags.key, form.close, self._format.end) if stop]
+        while True:
+            begin = self._at + len(tags.end)
+            behind = self._text[begin : begin + _MOST_SPACE + max(map(len, stops))]
+            rest = behind.lstrip(" \t\r\n")
+            is_open = any(stop.startswith(rest) for stop in stops)
+            if any(map(rest.startswith, stops)) or (self._ended and is_open):
+                self._at = begin
+                return True
+            if not is_open or len(behind) - len(rest) >= _MOST_SPACE:
+                return False
+            yield
+
+    def _keywords(
+        self, call: _CallObject, form: NamedCall, keywords: KeywordArguments, call_id: str
+    ) -> Steps:
+        """Read literals with keywords, and the call's end."""
+        self._announce(call, call_id=call_id)
+        return (
+            yield from self._members(
+                keywords.notation, form.close, keywords.assign, self._tell, bare_keys=True
+            )
+        )
+
+    # -- a call that is one JSON object ------------------------------------------------------------
+
     def _json(self, first: str, raw: list[str], say: Callable[[str], None]) -> Steps:
         """Report one mended JSON value that begins with `first`. `raw` gets its original text, and
         the whitespace before it.
@@ -280,10 +462,10 @@ class ToolCallParser(TextReader):
             held.append(token)
         return is_there
 
-    def _announce(self, call: _CallObject, arguments: str = "") -> None:
-        """Report the object as a call, which it stays unless its arguments break."""
+    def _announce(self, call: _CallObject, arguments: str = "", *, call_id: str = "") -> None:
+        """Report a call, which it stays unless its arguments break. `call_id`: the model's."""
         index, self._num_calls = self._num_calls, self._num_calls + 1
-        call_id = f"call_{secrets.token_hex(12)}"
+        call_id = call_id or f"call_{secrets.token_hex(12)}"
         self._calls[index] = ToolCallDelta(index, call_id, call.name or "", arguments)
         call.is_announced = True
         call.text += [*self._held, *call.raw]

@@ -11,8 +11,15 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from pydantic_core import from_json
 
-from nano_inference.types import RoutedExperts, TopLogprobs, TrainingSample, VersionSpan
+from nano_inference.types import (
+    LogprobMatrix,
+    RoutedExperts,
+    TopLogprobs,
+    TrainingSample,
+    VersionSpan,
+)
 
 
 class LazyArray:
@@ -89,6 +96,17 @@ def encode_line(value: object) -> bytes:
     return data
 
 
+def arguments_object(text: str) -> dict[str, Any]:
+    """Return the arguments of a tool call. Incomplete ones are read as far as they came, as SDKs
+    read them from a stream.
+    """
+    try:
+        value = from_json(text, allow_partial=True) if text else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 LOWEST = -9999.0  # JSON has no infinity
 ROWS_AT_ONCE = 64  # rows of a `LazyArray` that are written together
 
@@ -109,6 +127,12 @@ def flat(values: Iterable[float], form: Flat) -> list[float] | str:
     return base64_of("f", numbers)
 
 
+def flat_rows(matrix: LogprobMatrix, form: Flat) -> list[list[float]] | str:
+    """Return logprobs of named ids as a list for each token, or all of them as base64."""
+    rows = [[at_least(each) for each in row] for row in matrix.tolist()]
+    return rows if form == "list" else base64_of("f", itertools.chain.from_iterable(rows))
+
+
 def base64_of(kind: Literal["f", "i"], numbers: Iterable[float]) -> str:
     """Return numbers as base64 of little-endian float32 or int32."""
     packed = array(kind, numbers)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -119,10 +143,18 @@ def base64_of(kind: Literal["f", "i"], numbers: Iterable[float]) -> str:
 
 def npy_of(routed: RoutedExperts) -> str:
     """Return routed experts as base64 of an `.npy` file, as vLLM does."""
-    typestr = "|u1" if routed.dtype == "uint8" else "<u2"
-    text = f"{{'descr': '{typestr}', 'fortran_order': False, 'shape': {routed.shape}, }}"
+    return _npy("|u1" if routed.dtype == "uint8" else "<u2", routed.shape, routed.data)
+
+
+def npy_of_logprobs(matrix: LogprobMatrix) -> str:
+    """Return logprobs of named ids as base64 of a float32 `.npy` file, as vLLM does."""
+    return _npy("<f4", matrix.shape, matrix.data)
+
+
+def _npy(typestr: str, shape: tuple[int, ...], data: bytes) -> str:
+    text = f"{{'descr': '{typestr}', 'fortran_order': False, 'shape': {shape}, }}"
     header = text + " " * (-(len(text) + 11) % 64) + "\n"  # aligns the data to 64 bytes
-    file = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + routed.data
+    file = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + data
     return base64.b64encode(file).decode("ascii")
 
 
@@ -216,6 +248,28 @@ def entries(
         _entry(token_id, at_least(logprob), top, count)
         for token_id, logprob, top in zip(token_ids, logprobs, tops, strict=True)
     ]
+
+
+def named_tops(token_ids: Sequence[int], matrix: LogprobMatrix) -> list[TopLogprobs]:
+    """Return named ids and their logprobs at each position, in the client's order."""
+    ids = tuple(token_ids)
+    return [TopLogprobs(ids, tuple(row)) for row in matrix.tolist()]
+
+
+def named_entries(
+    token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
+) -> list[Entry]:
+    """Return one entry per token. Its candidates are the token itself, then the named ids."""
+    rows: list[Entry] = []
+    for token_id, logprob, top in zip(token_ids, logprobs, tops, strict=True):
+        own, *others = own_first(token_id, logprob, top)
+        candidates = tuple(
+            Candidate(token_name(each), each, at_least(score))
+            for each, score, _ in (own._replace(logprob=logprob), *others)
+        )
+        entry = Entry(token_name(token_id), token_id, at_least(logprob), None, candidates)
+        rows.append(entry)
+    return rows
 
 
 def _alone(name: str, token_id: int, logprob: float) -> Entry:

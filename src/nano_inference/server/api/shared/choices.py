@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from nano_inference.server.api.parsing import OutputParser, Parsed, ToolCallDelta
-from nano_inference.text.detokenizer import SPECIAL_MARK, Detokenizer, OutputText
+from nano_inference.text.detokenizer import SPECIAL_MARK, Detokenizer, OutputText, special_among
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import Delta, TopLogprobs, TrainingSample
+from nano_inference.types import Delta, LogprobMatrix, TopLogprobs, TrainingSample
 
 
 class ChoiceDelta(
@@ -22,8 +22,8 @@ class ChoiceDelta(
         index: Index of the choice: prompt by prompt, `n` samples each.
         content, reasoning: New text.
         tool_calls: New parts of tool calls.
-        token_ids, logprobs, top_logprobs, raw_logprobs, log_kept_mass: New tokens, and their
-            values. Text may lag behind them.
+        token_ids, logprobs, top_logprobs, raw_logprobs, log_kept_mass, token_id_logprobs: New
+            tokens, and their values. Text may lag behind them.
         finished: The whole sample.
     """
 
@@ -37,6 +37,7 @@ class ChoiceDelta(
     raw_logprobs: tuple[float, ...] | None = None
     finished: TrainingSample | None = None
     log_kept_mass: tuple[float, ...] | None = None
+    token_id_logprobs: LogprobMatrix | None = None
 
 
 class TextStyle(msgspec.Struct, frozen=True):
@@ -46,11 +47,13 @@ class TextStyle(msgspec.Struct, frozen=True):
         special_tokens: Show special tokens by their names.
         stop: Show the stop string that ended the choice, and with `special_tokens` also the id.
         marked: Put `SPECIAL_MARK` before special tokens, for a parser that looks for it.
+        shown: Special tokens that are shown in any case, for a parser that looks for them.
     """
 
     special_tokens: bool = False
     stop: bool = False
     marked: bool = False
+    shown: frozenset[str] = frozenset()
 
 
 PLAIN = TextStyle()
@@ -123,6 +126,7 @@ class Choice:
             top_logprobs=sample.top_logprobs,
             raw_logprobs=sample.raw_logprobs,
             finished=sample,
+            token_id_logprobs=sample.token_id_logprobs,
         )
 
     def push(self, deltas: Sequence[Delta]) -> ChoiceDelta:
@@ -160,6 +164,7 @@ class Choice:
             new.raw_logprobs,
             self.finished,
             new.log_kept_mass,
+            new.token_id_logprobs,
         )
 
     def _text_of(self, token_ids: tuple[int, ...], detokenizer: "Detokenizer | _Searched") -> str:
@@ -194,6 +199,9 @@ def _join(deltas: Sequence[Delta]) -> Delta:
         for name in ("token_ids", "logprobs", "top_logprobs", "raw_logprobs", "log_kept_mass")
     }
     optional = {name: each or None for name, each in joined.items() if name not in _ALWAYS}
+    for name in ("token_id_logprobs", "raw_token_id_logprobs"):
+        parts = [each for delta in deltas if (each := getattr(delta, name)) is not None]
+        optional[name] = LogprobMatrix.joined(parts) if parts else None
     return dataclasses.replace(deltas[0], **joined | optional)
 
 
@@ -222,14 +230,21 @@ def _joined(calls: tuple[ToolCallDelta, ...]) -> tuple[ToolCallDelta, ...]:
 
 
 class _Searched:
-    """Detokenizer that searches for stop strings itself, because its text shows special tokens and
-    the engine's does not.
+    """Detokenizer that searches for stop strings itself, because its text shows special tokens,
+    which the engine's does not.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: tuple[str, ...], min_tokens: int, mark: str
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...],
+        min_tokens: int,
+        *,
+        skip_special_tokens: bool,
+        mark: str,
+        shown: frozenset[str],
     ) -> None:
-        self._text = OutputText(tokenizer, stop, skip_special_tokens=False, mark=mark)
+        self._text = OutputText(tokenizer, stop, skip_special_tokens, mark, shown)
         self._tokens_left = min_tokens  # before a stop string counts
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -255,11 +270,12 @@ def new_choice(
     detokenizer = None
     if tokenizer is not None:
         mark = SPECIAL_MARK if style.marked else ""
+        shown, skip = special_among(style.shown, tokenizer), not style.special_tokens
         if not stop:
-            detokenizer = Detokenizer(
-                tokenizer, skip_special_tokens=not style.special_tokens, mark=mark
+            detokenizer = Detokenizer(tokenizer, skip, mark, shown)
+        elif style.special_tokens or shown:
+            detokenizer = _Searched(
+                tokenizer, stop, min_tokens, skip_special_tokens=skip, mark=mark, shown=shown
             )
-        elif style.special_tokens:
-            detokenizer = _Searched(tokenizer, stop, min_tokens, mark)
     parser = make_parser() if make_parser is not None else None
     return Choice(index, detokenizer, parser, stop_ids, style.stop)

@@ -265,6 +265,13 @@ class GrammarFields(Strict):
     structural_tag: Tag = None
 
 
+# a name of `thinking_token_budget` in another API
+Budget = Annotated[
+    Annotated[int, Field(ge=-1, le=MOST)] | None,
+    Field(description="Other name of thinking_token_budget; -1: no limit"),
+]
+
+
 class SamplingFields(GrammarFields):
     """Sampling parameters of the engine, which every protocol accepts next to its own. Null is the
     default.
@@ -299,6 +306,15 @@ class SamplingFields(GrammarFields):
     cache_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
         None, description="Higher is evicted later; requires keep_cache_seconds"
     )
+    bad_words: Strings | None = Field(
+        None, description="Texts that the answer must not contain, with or without a space before"
+    )
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
+        None, description="Close the thought after this many tokens"
+    )
+    thinking_budget_tokens: Budget = None
+    reasoning_budget_tokens: Budget = None
+    thinking_budget: Budget = None
     # fields of other engines
     refused = {
         "logits_processors": ([],),
@@ -306,12 +322,10 @@ class SamplingFields(GrammarFields):
         "use_beam_search": (False,),
         "length_penalty": (1, 1.0),
         "typical_p": (1, 1.0),
-        "bad_words": ([],),
         "stop_regex": ([], ""),
         "prompt_embeds": (),
         "truncate_prompt_tokens": (-1,),
         "logprob_token_ids": ([],),
-        "thinking_token_budget": (),
         "kv_transfer_params": ({},),
         "lora_path": (),
         "vllm_xargs": ({},),

@@ -99,8 +99,10 @@ class Generation:
         stop_ids = params.stop_token_ids | eos
         tokenizer = self.served.tokenizer if ask.detokenize else None
         style, parser = ask.text, self.builder.make_parser
-        if parser is not None and self.served.chat_format.in_channels:
+        if parser is not None and parser.marked:
             style = TextStyle(special_tokens=True, stop=style.stop, marked=True)
+        elif parser is not None and parser.shown:
+            style = TextStyle(style.special_tokens, style.stop, shown=parser.shown)
         for index in range(len(self.choices), len(self.choices) + ask.num_samples):
             choice = new_choice(
                 index,

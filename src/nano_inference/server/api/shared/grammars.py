@@ -11,7 +11,11 @@ from typing import Any
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.server.api.parsing import Behind, ChatFormat
-from nano_inference.server.api.parsing.tool_grammars import ToolDemand, tool_grammar
+from nano_inference.server.api.parsing.tool_grammars import (
+    ToolDemand,
+    require_carried,
+    tool_grammar,
+)
 from nano_inference.server.api.shared.prompts import tail_of
 from nano_inference.server.api.shared.protocol import Ask, Served
 from nano_inference.server.errors import bad_request, shown
@@ -50,8 +54,18 @@ def _in_format(format: Mapping[str, Any]) -> Grammar | None:
             return Grammar.json_schema(schema)
 
 
+def _of_ollama(format: Any) -> Grammar:
+    """Read Ollama's `format`: "json" or a schema."""
+    if format == "json":
+        return Grammar.json_object()
+    if isinstance(format, Mapping):
+        return Grammar.json_schema(format)
+    raise InvalidRequest(f'it must be "json" or a JSON schema, not {shown(format)}.')
+
+
 # field of a request -> function that makes a grammar of its value
 ROWS: Mapping[str, Read] = {
+    "format": _of_ollama,
     "response_format": _in_format,
     "output_format": _in_format,
     "output_config.format": _in_format,
@@ -239,6 +253,10 @@ def _with_calls(ask: Ask, demand: ToolDemand, served: Served, goes_on: bool) -> 
     content, format = ask.params.grammar, call_format(demand, served)
     if format is not served.chat_format:  # the model was not trained to stop after a call
         demand = replace(demand, parallel=False)
+    try:
+        require_carried(demand, format)
+    except InvalidRequest as problem:
+        raise bad_request(f"tools: {problem}", "tools") from None
     if not demand.forced:
         no_calls = served.chat_format.tools is None  # its answers are only text
         if no_calls or (content is None and not any(tool.strict for tool in demand.tools)):

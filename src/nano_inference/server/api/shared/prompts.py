@@ -3,7 +3,7 @@ their answers.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -11,12 +11,14 @@ from nano_inference.server.api.parsing import (
     AT_ONCE,
     Behind,
     ChatFormat,
-    OutputParser,
+    Schemas,
     make_parser,
+    markers_of,
     reasoning_before,
 )
 from nano_inference.server.api.shared.fields import decode
-from nano_inference.server.api.shared.protocol import Served
+from nano_inference.server.api.shared.protocol import AnswerParsers, Served
+from nano_inference.server.api.shared.thoughts import History, require_kept, with_history
 from nano_inference.server.errors import ApiError, bad_request, shown
 from nano_inference.text.chat import encode_chat
 from nano_inference.text.detokenizer import SPECIAL_MARK, Detokenizer
@@ -218,10 +220,12 @@ def encode_conversation(
     continue_final_message: bool,
     documents: Sequence[Mapping[str, Any]] | None = None,
     add_special_tokens: bool = False,
+    history: History | None = None,
 ) -> list[int]:
     """Return the token ids of a conversation. The arguments are those of `encode_chat`. With
     `add_special_tokens` they are surrounded by the tokens that the tokenizer puts around any text.
-    Raises `ApiError` and `InvalidRequest`.
+    `history` keeps or strips the reasoning of earlier turns. Raises `ApiError` and
+    `InvalidRequest`.
     """
     tokenizer = need_tokenizer(served)
     if tools:
@@ -229,6 +233,7 @@ def encode_conversation(
         if served.chat_format.tools is None:
             _say_once()
     require_possible_length("".join(each["content"] or "" for each in messages), served, "messages")
+    messages, template_kwargs = with_history(messages, history, served, template_kwargs)
     token_ids = encode_chat(
         tokenizer,
         messages,
@@ -238,6 +243,8 @@ def encode_conversation(
         template_kwargs=template_kwargs,
         documents=documents,
     )
+    if history == "keep":
+        require_kept(messages, token_ids, served)
     return _around(token_ids, tokenizer) if add_special_tokens else token_ids
 
 
@@ -282,23 +289,27 @@ def tail_of(prompt: Sequence[int], served: Served) -> str:
 
 
 def parser_of(
-    prompt: Sequence[int], served: Served, *, tools: bool, format: ChatFormat | None = None
-) -> Callable[[], OutputParser] | None:
+    prompt: Sequence[int],
+    served: Served,
+    *,
+    tools: Schemas | None,
+    format: ChatFormat | None = None,
+) -> AnswerParsers | None:
     """Return a function that makes the parser of each answer. None: the model's output is only
     content.
 
     Args:
         prompt: Token ids.
         served: Served model, with its notation.
-        tools: True if the prompt offers tools.
+        tools: Schemas of the offered tools' arguments, by name. None: the prompt offers no tools.
         format: Notation of the answers. None: the model's.
     """
     format = served.chat_format if format is None else format
-    if not (format.reasoning or format.in_channels or (tools and format.tools)):
+    if not (format.reasoning or format.in_channels or (tools is not None and format.tools)):
         return None
     mark = SPECIAL_MARK if format.in_channels else ""
     tail = Detokenizer(need_tokenizer(served), skip_special_tokens=False, mark=mark)
-    return partial(
+    make = partial(
         make_parser,
         format,
         tools=tools,
@@ -306,3 +317,5 @@ def parser_of(
         prompt_tail=tail.push(prompt[-_TAIL:]) + tail.finish(),
         mark=mark,
     )
+    shown = markers_of(format) if tools is not None else frozenset[str]()
+    return AnswerParsers(make, marked=format.in_channels, shown=shown)

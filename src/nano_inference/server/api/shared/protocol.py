@@ -18,6 +18,7 @@ from nano_inference.core.budget import Demand, Names, demand_of, require_afforda
 from nano_inference.errors import RequestTooLarge
 from nano_inference.remote.messages import EngineInfo
 from nano_inference.server.api.openai.kept_responses import KeptResponses
+from nano_inference.server.api.openai.responses_reasoning import Seal
 from nano_inference.server.api.parsing import ChatFormat, OutputParser
 from nano_inference.server.api.shared.answers import DONE, data_event
 from nano_inference.server.api.shared.choices import (
@@ -26,6 +27,7 @@ from nano_inference.server.api.shared.choices import (
     ChoiceDelta,
     TextStyle,
 )
+from nano_inference.server.api.shared.detached import Detached
 from nano_inference.server.api.shared.fields import Strict, read_body
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import (
@@ -95,6 +97,7 @@ class Served:
             version can have the name.
         adapters: Returns the loaded adapters, by name.
         responses: Stored responses that later requests may continue.
+        seal: Signature of reasoning that clients send back.
     """
 
     name: str
@@ -109,6 +112,7 @@ class Served:
     )
     adapters: Callable[[], Mapping[str, AdapterInfo]] = dict[str, AdapterInfo]
     responses: KeptResponses = field(default_factory=lambda: KeptResponses(0))
+    seal: Seal = field(default_factory=Seal)
 
     def __post_init__(self) -> None:
         # slow on first use, so run before any request waits for it
@@ -158,6 +162,25 @@ class RequestUsage:
     completion_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerParsers:
+    """Maker of the parsers of a request's choices.
+
+    Attributes:
+        make: Makes a parser.
+        marked: True if it needs special tokens after `SPECIAL_MARK`.
+        shown: Special tokens whose text it needs.
+    """
+
+    make: Callable[[], OutputParser]
+    marked: bool = False
+    shown: frozenset[str] = frozenset()
+
+    def __call__(self) -> OutputParser:
+        """Return a parser for one choice."""
+        return self.make()
+
+
 class Builder:
     """One request, made by `ApiProtocol.prepare`, which checks everything that does not need the
     engine.
@@ -167,12 +190,30 @@ class Builder:
         stream: True if the answer is a stream of events.
         names: Names that clients use for the numbers that determine the cost.
         make_parser: Makes the parser of each choice's text. None: all text is content.
+        media_type: Content type of a stream.
+        keeps_alive: True if a stream may hold comments, which tell the client that it is alive.
+        keep_alive: Seconds for which the model stays loaded afterwards. None: as before.
+        load_seconds: Seconds that the request waited for its model.
+        detached: Events of an answer that is made without the client. None: the client waits.
+        shows_stream: True if the client of a detached answer reads its events.
+        num_truncated: Number of prompt tokens that `truncate_prompt_tokens` removed.
     """
 
+    num_truncated = 0
     asks: Sequence[Ask] = ()
     stream = False
+    media_type = "text/event-stream; charset=utf-8"
+    keeps_alive = True
+    keep_alive: float | None = None
+    load_seconds = 0.0
     names: ClassVar[Names] = {}
-    make_parser: Callable[[], OutputParser] | None = None
+    make_parser: AnswerParsers | None = None
+    detached: Detached | None = None
+    shows_stream = False
+
+    def queued(self) -> bytes:
+        """Return the events of a detached answer before its first token."""
+        return b""
 
     def start(self, usage: RequestUsage) -> bytes:
         """Return the beginning of a stream. Called when the first tokens have come."""
@@ -284,12 +325,21 @@ class ApiProtocol:
             `ApiError`, `InvalidRequest` and other errors of the package. May be slow (templates,
             tokenization).
         openapi: Description of the route in `/openapi.json`, from `openapi.py`.
+        failure: Returns the end of a stream that failed before its builder was made.
+        keeps_alive: True if a stream may hold comments, as in `Builder`.
+        name: Returns the served name for the name in a request.
+        unloading: Returns the whole reply to a body that only asks to unload its model. None: it
+            asks for more.
     """
 
     request: type[Strict]
     builder: Callable[[Any, Served, str], Builder]
     openapi: Mapping[str, Any]
+    failure: Callable[[ApiError], bytes] = lambda problem: data_event(openai_error(problem))
+    keeps_alive: bool = True
+    name: Callable[[str], str] = str
+    unloading: Callable[[bytes], Mapping[str, Any] | None] = lambda _: None
 
-    def prepare(self, body: bytes, served: Served, request_id: str) -> Builder:
-        """Read a request. Call it in a thread if the body is large."""
+    def prepare(self, body: bytes, served: Served, request_id: str, owner: str = "") -> Builder:
+        """Read a request of the client `owner`. Call it in a thread if the body is large."""
         return self.builder(read_body(body, self.request, served.config), served, request_id)

@@ -18,6 +18,7 @@ from nano_inference.server.api.shared.fields import (
 from nano_inference.server.api.shared.grammars import ROWS, grammar_of
 from nano_inference.server.api.shared.prompts import need_tokenizer, require_at_most
 from nano_inference.server.api.shared.protocol import Served
+from nano_inference.server.api.shared.thoughts import take_budget
 from nano_inference.server.errors import ApiError, bad_request, shown
 from nano_inference.types import MOST_KEPT_SECONDS, SamplingParams
 
@@ -183,6 +184,7 @@ def sampling_params(
         require_routed_experts(served, f"{within}routed_experts")
     if scored_prompt is not None:
         options |= {"prompt_logprobs": True, "prompt_top_logprobs": scored_prompt}
+    take_budget(options, within)
     grammar = grammar_of(
         _said_of_grammars(fields, within), within, behind, served.engine.grammar_backend
     )
@@ -200,7 +202,7 @@ _OF_GRAMMARS = {*GrammarFields.model_fields, *(name.split(".")[0] for name in RO
 _WORDS = (
     *(b"structured_outputs", b"guided_", b"response_format", b"output_format", b"output_config"),
     *(b"json_schema", b"json_object", b"regex", b"ebnf", b"grammar", b"structural_tag", b"\\u00"),
-    *(b"tool_choice", b"strict"),
+    *(b"tool_choice", b"strict", b'"format"'),
 )
 
 
@@ -212,7 +214,7 @@ def may_ask_for_grammar(body: bytes) -> bool:
 def _said_of_grammars(fields: SamplingFields, within: str) -> dict[str, Any]:
     if fields.structured_outputs is not None:
         check_part(fields.structured_outputs, f"{within}structured_outputs")
-    names = {name for name in fields.model_fields_set if name in _OF_GRAMMARS}
+    names = fields.model_fields_set & _OF_GRAMMARS & type(fields).model_fields.keys()
     return fields.model_dump(include=names, by_alias=True, exclude_unset=True) if names else {}
 
 

@@ -31,7 +31,9 @@ from nano_inference.server.api.shared.answers import (
     data_event,
     encode_line,
     flat,
+    flat_rows,
     int32_of,
+    named_tops,
     routed_experts_told,
     version_spans,
 )
@@ -134,6 +136,7 @@ class Grown:
     ids: bytearray = field(default_factory=bytearray)
     rows: bytearray = field(default_factory=bytearray)
     tops: bytearray = field(default_factory=bytearray)
+    named: bytearray = field(default_factory=bytearray)
 
 
 def extend(array: bytearray, values: Sequence[Any]) -> None:
@@ -193,6 +196,10 @@ class SglangBuilder(SglangAsked):
                     piece.top_logprobs or (), prompt.top, self._texts, piece.log_kept_mass
                 )
                 extend(grown.tops, tops)
+            if prompt.named and piece.token_id_logprobs is not None:
+                named = named_tops(prompt.named, piece.token_id_logprobs)
+                count, mass = len(prompt.named), piece.log_kept_mass
+                extend(grown.named, top_rows(named, count, self._texts, mass))
 
     def _growing(self, grown: Grown, index: int, prompt: SglangPrompt) -> bytes:
         meta: dict[str, Any] = {
@@ -216,6 +223,8 @@ class SglangBuilder(SglangAsked):
                 parts += [b',"', name, b'":[', grown.rows, b"]"]
             if prompt.top:
                 parts += [b',"output_top_logprobs":[', grown.tops, b"]"]
+            if prompt.named and self._flat is None:
+                parts += [b',"output_token_ids_logprobs":[', grown.named, b"]"]
         parts.append(b'},"index":%d}\n\n' % index if self._is_list else b"}}\n\n")
         return b"".join(parts)
 
@@ -308,7 +317,30 @@ class SglangBuilder(SglangAsked):
                 tops, prompt.top, self._texts, sample.log_kept_mass
             )
             meta["input_top_logprobs"] = scored_tops[: len(scored)]
+        if prompt.named:
+            meta |= self._named_told(prompt, sample, len(ids), len(scored))
         return meta
+
+    def _named_told(
+        self, prompt: SglangPrompt, sample: TrainingSample, num_tokens: int, num_scored: int
+    ) -> dict[str, Any]:
+        """Return the logprobs of the ids that the client named."""
+        drawn, scored = sample.token_id_logprobs, sample.prompt_token_id_logprobs
+        assert drawn is not None
+        drawn = drawn.rows(0, num_tokens)
+        tops = [] if scored is None else named_tops(prompt.named, scored)
+        first: list[Any] = [None] * min(1, num_scored)
+        return {
+            "input_token_ids_logprobs": [*first, *top_rows(tops, len(prompt.named), self._texts)],
+            "output_token_ids_logprobs": top_rows(
+                named_tops(prompt.named, drawn),
+                len(prompt.named),
+                self._texts,
+                sample.log_kept_mass,
+            )
+            if self._flat is None
+            else flat_rows(drawn, self._flat),
+        }
 
     def _correct(self, usage: RequestUsage) -> None:
         """Do not count tokens that were only drawn to score a prompt."""

@@ -49,10 +49,13 @@ Strings = Annotated[
 
 
 class CustomParams(Strict):
-    """Parameters that slime adds to SGLang's."""
+    """Parameters that slime and SGLang's logit processors add."""
 
     return_top_p_token_ids: bool | None = Field(
         None, description="Return the ids that the filters kept, flat, as base64"
+    )
+    thinking_budget: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(
+        None, description="Close the thought after this many tokens. -1: no limit"
     )
 
 
@@ -108,6 +111,9 @@ class SglangRequest(Strict):
         None, description="Score the prompt from this token on. -1: do not score it"
     )
     top_logprobs_num: Counts | None = None
+    token_ids_logprob: Annotated[
+        Any, WithJsonSchema({"type": ["array", "null"], "items": {"type": ["integer", "array"]}})
+    ] = Field(None, description="Ids whose logprobs to return: one list, or one per prompt")
     return_text_in_logprobs: bool | None = None
     return_sampling_mask: Flags | None = Field(
         None, description="Return the ids that the filters kept, for each token"
@@ -139,6 +145,9 @@ class SglangRequest(Strict):
         None,
         description="Stop after this number of the `n` samples has ended; the others are aborted",
     )
+    max_thinking_tokens: Counts | None = Field(
+        None, description="Close the thought after this many tokens. -1: no limit"
+    )
     require_reasoning: bool | None = Field(
         None, description="Apply the grammar only after the reasoning"
     )
@@ -156,7 +165,6 @@ class SglangRequest(Strict):
         "modalities": ([],),
         "lora_id": ([],),
         "session_params": ({},),
-        "token_ids_logprob": ([],),
         "return_hidden_states": (False,),
         "return_indexer_topk": (False,),
         "return_flat_raw_top_logprobs": (False,),
@@ -164,7 +172,6 @@ class SglangRequest(Strict):
         "return_flat_raw_top_logprobs_b64": (False,),
         "sampling_logprobs_mode": ("selected",),
         "positional_embed_overrides": (),
-        "max_thinking_tokens": (),
         "background": (False,),
         "bootstrap_host": (),
         "bootstrap_port": (),

@@ -54,6 +54,7 @@ class SglangPrompt:
         logprobs: True to return logprobs of the completion.
         scored_from: First token of the prompt whose logprob is returned. None: none.
         top: Number of most probable tokens returned per position.
+        named: Ids whose logprobs are returned at every position.
         mask: True to return the ids that the filters kept.
         flat_mask: True to return them in slime's format.
         raw_logprobs: True to return the model's own logprobs.
@@ -66,6 +67,7 @@ class SglangPrompt:
     logprobs: bool
     scored_from: int | None
     top: int
+    named: tuple[int, ...]
     mask: bool
     flat_mask: bool
     raw_logprobs: bool
@@ -127,6 +129,8 @@ class SglangAsked(Builder):
         "max_tokens": "sampling_params.max_new_tokens",
         "top_logprobs": "top_logprobs_num",
         "prompt_top_logprobs": "top_logprobs_num",
+        "named": "the number of token_ids_logprob",
+        "prompt_named": "the number of token_ids_logprob",
     }
 
     def __init__(self, request: SglangRequest, served: Served, request_id: str) -> None:
@@ -211,12 +215,27 @@ class SglangAsked(Builder):
             logprobs=logprobs,
             scored_from=start if logprobs and start is not None and start >= 0 else None,
             top=top if logprobs else 0,
+            named=self._named(index, count, logprobs=logprobs),
             mask=bool(one_of(request.return_sampling_mask, index, count, "return_sampling_mask")),
             flat_mask=custom is not None and bool(custom.return_top_p_token_ids),
             raw_logprobs=bool(sampling.raw_logprobs),
             experts_from=self._experts_from(sampling, index, count, len(token_ids)),
             hides=sampling.max_new_tokens == 0,
         )
+
+    def _named(self, index: int, count: int, *, logprobs: bool) -> tuple[int, ...]:
+        """Return the ids that the client names for a prompt. Raises `ApiError` 400."""
+        name, asked = "token_ids_logprob", self.request.token_ids_logprob
+        if asked is None:
+            return ()
+        is_one = isinstance(asked, list) and not any(isinstance(each, list) for each in asked)
+        ids = one_of([asked] if is_one else asked, index, count, name) if asked != [] else []
+        if not isinstance(ids, list | None) or not all(type(each) is int for each in ids or ()):
+            raise bad_request(f"{name} must be a list of ids, or one such list per prompt.", name)
+        if ids and not logprobs:
+            raise bad_request(f"{name} requires return_logprob: true.", name)
+        require_logprobs(len(ids or ()), self.served, name)
+        return tuple(ids or ())
 
     def _experts_from(
         self, sampling: SglangSampling, index: int, count: int, num_tokens: int
@@ -271,14 +290,24 @@ class SglangAsked(Builder):
                 "cache_salt": one_of(request.extra_key, index, len(self._prompts), "extra_key"),
                 "priority": None if request.priority is None else -request.priority,
                 "adapter": self._adapter(index),
+                "logprob_token_ids": prompt.named,
+                **_scored_ids(prompt),
                 "sampling_mask": prompt.mask or prompt.flat_mask or None,
                 "routed_experts": prompt.experts_from is not None or None,
+                "thinking_budget": self._thinking_budget(sampling, index),
             },
             within="sampling_params.",
             behind=behind_reasoning(prompt.token_ids, self.served, parsed=False)
             if request.require_reasoning
             else AT_ONCE,
         )
+
+    def _thinking_budget(self, sampling: SglangSampling, index: int) -> int | None:
+        custom = sampling.custom_params
+        if custom is not None and custom.thinking_budget is not None:
+            return custom.thinking_budget
+        name = "max_thinking_tokens"
+        return one_of(self.request.max_thinking_tokens, index, len(self._prompts), name)
 
     def _adapter(self, index: int) -> str | None:
         name = one_of(self.request.lora_path, index, len(self._prompts), "lora_path")
@@ -287,3 +316,14 @@ class SglangAsked(Builder):
                 404, f"the adapter {shown(name)} is not loaded.", "lora_path", "model_not_found"
             )
         return name
+
+
+def _scored_ids(prompt: SglangPrompt) -> dict[str, Any]:
+    """Return the parameters for the named ids' logprobs at prompt positions."""
+    begin = prompt.scored_from
+    if begin is None or begin > len(prompt.token_ids) - 2:  # the first position has no logprob
+        return {}
+    return {
+        "prompt_logprob_token_ids": (prompt.named,) if prompt.named else None,
+        "prompt_logprob_start": begin if prompt.named else None,
+    }

@@ -18,7 +18,11 @@ from nano_inference.server.api.shared.answers import (
     data_event,
     entries,
     flat,
+    flat_rows,
+    named_entries,
+    named_tops,
     npy_of,
+    npy_of_logprobs,
     prompt_rows,
     routed_experts_told,
     version_spans,
@@ -54,8 +58,8 @@ class VllmBuilder(VllmAsked):
         self._begun = True
         event["choices"] = [self._choice(piece, piece.content)]
         event["usage"] = usage_told(usage, self._served) if self._tells_usage_always else None
-        if piece.finished is not None and self._num_prompt_logprobs is not None:
-            event["prompt_logprobs"] = self._prompt_logprobs(piece.finished)
+        if piece.finished is not None and self._scores_prompt:
+            event |= self._of_prompt(piece.finished)
         return data_event(event)
 
     def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
@@ -81,8 +85,8 @@ class VllmBuilder(VllmAsked):
             "kv_transfer_params": None,
         }
         first = choices[0].finished
-        if self._num_prompt_logprobs is not None and first is not None:
-            reply["prompt_logprobs"] = self._prompt_logprobs(first)
+        if self._scores_prompt and first is not None:
+            reply |= self._of_prompt(first)
         return reply
 
     # -- parts -------------------------------------------------------------------------------------
@@ -93,8 +97,14 @@ class VllmBuilder(VllmAsked):
             "output_mode": "text" if self._tells_text else "tokens",
         }
 
-    def _prompt_logprobs(self, sample: TrainingSample) -> LazyArray:
-        return prompt_rows(sample, self._name, self._num_prompt_logprobs)
+    def _of_prompt(self, sample: TrainingSample) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if self._num_prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_rows(sample, self._name, self._num_prompt_logprobs)
+        if sample.prompt_token_id_logprobs is not None:
+            named = npy_of_logprobs(sample.prompt_token_id_logprobs)
+            fields["prompt_token_id_logprobs"] = named
+        return fields
 
     def _choice(self, piece: ChoiceDelta, text: str) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": piece.index}
@@ -111,7 +121,10 @@ class VllmBuilder(VllmAsked):
         }
         if self._request.flat_logprobs is not None:
             choice["token_logprobs"] = flat(piece.logprobs, self._request.flat_logprobs)
-        elif self._num_logprobs is not None:
+            if piece.token_id_logprobs is not None:
+                named = flat_rows(piece.token_id_logprobs, self._request.flat_logprobs)
+                choice["token_id_logprobs"] = named
+        elif self._num_logprobs is not None or self._named:
             choice["logprobs"] = {"content": self._content(piece)}
         if self._sampling.raw_logprobs:
             choice["raw_logprobs"] = flat(
@@ -140,7 +153,11 @@ class VllmBuilder(VllmAsked):
 
     def _content(self, piece: ChoiceDelta) -> list[Entry] | list[dict[str, Any]]:
         count = self._num_logprobs or 0
-        rows = entries(piece.token_ids, piece.logprobs, piece.top_logprobs, count)
+        if piece.token_id_logprobs is None:
+            rows = entries(piece.token_ids, piece.logprobs, piece.top_logprobs, count)
+        else:
+            tops = named_tops(self._named, piece.token_id_logprobs)
+            rows = named_entries(piece.token_ids, piece.logprobs, tops)
         return [self._in_words(each) for each in rows] if self._tells_text else rows
 
     def _in_words(self, entry: Entry) -> dict[str, Any]:

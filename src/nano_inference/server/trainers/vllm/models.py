@@ -15,6 +15,7 @@ from nano_inference.server.api.shared.fields import (
     OneOrMany,
     SamplingFields,
     Strict,
+    TokenIds,
 )
 
 
@@ -37,6 +38,16 @@ class VllmSampling(SamplingFields):
         description="Number of candidates per token, the token itself first. -1: all",
     )
     prompt_logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = None
+    logprob_token_ids: TokenIds | None = Field(
+        None, description="Ids whose logprobs follow the token's own, as candidates"
+    )
+    prompt_logprob_token_ids: Annotated[
+        Any,
+        WithJsonSchema({"type": "array", "items": {"type": ["integer", "array"]}}),
+    ] = Field(None, description="Ids to score at prompt positions: one list, or one for each")
+    prompt_logprob_start: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
+        None, description="Prompt token after which the first of these positions lies"
+    )
     return_sampling_mask: bool | None = None
     routed_experts_prompt_start: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
         None, description="First token of the prompt whose experts are returned"
@@ -48,11 +59,11 @@ class VllmSampling(SamplingFields):
         *("detokenize", "output_kind", "stream_interval", "skip_clone"),
         "spaces_between_special_tokens",
     )
-    refused = SamplingFields.refused | {
+    refused = {
+        name: each for name, each in SamplingFields.refused.items() if name != "logprob_token_ids"
+    } | {
         "flat_logprobs": (False,),
         "extra_args": ({},),
-        "prompt_logprob_token_ids": (),
-        "prompt_logprob_start": (0,),
         "repetition_detection": (),
         "skip_reading_prefix_cache": (False,),
         "trace_decode_token_ids": ([],),

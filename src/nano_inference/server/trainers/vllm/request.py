@@ -1,7 +1,7 @@
 """Conversion of vLLM's `/inference/v1/generate` requests to the engine's `Ask`."""
 
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from nano_inference.core.budget import Names
 from nano_inference.server.api.openai.answer import usage_wanted
@@ -58,6 +58,9 @@ class VllmAsked(Builder):
         num_samples = sampling.n or 1
         require_at_most(num_samples, served.config.max_samples, "sampling_params.n")
         self._num_logprobs = self._count(sampling.logprobs, "sampling_params.logprobs")
+        self._named = tuple(sampling.logprob_token_ids or ())
+        name = "sampling_params.logprob_token_ids"
+        require_logprobs(len(self._named), served, name)
         self._num_prompt_logprobs = self._count(
             sampling.prompt_logprobs, "sampling_params.prompt_logprobs"
         )
@@ -67,12 +70,14 @@ class VllmAsked(Builder):
                 "token_ids",
             )
         self._prompt = checked_prompt(request.token_ids, served, "token_ids")
+        self._prompt_named = named_rows(sampling.prompt_logprob_token_ids, served)
+        self._scores_prompt = self._num_prompt_logprobs is not None or bool(self._prompt_named)
         self.asks = [
             Ask(
                 self._prompt,
                 self._params(),
                 num_samples,
-                stream=self._num_prompt_logprobs is None,  # those come only with the whole sample
+                stream=not self._scores_prompt,  # those come only with the whole sample
                 client_id=request.request_id,
                 limits=Limits(
                     num_wanted=request.n_wanted,
@@ -108,7 +113,8 @@ class VllmAsked(Builder):
             self._served,
             max_tokens=max_tokens,
             stop=checked_stop(sampling.stop, self._served, "sampling_params.stop"),
-            top_logprobs=top if top > 1 else 0,  # the first candidate is the token itself
+            # the first candidate is the token itself
+            top_logprobs=top if top > 1 and not self._named else 0,
             scored_prompt=self._num_prompt_logprobs,
             renamed={
                 "cache_salt": request.cache_salt,
@@ -116,6 +122,9 @@ class VllmAsked(Builder):
                 "sampling_mask": sampling.return_sampling_mask or None,
                 "adapter": self._adapter,
                 "routed_experts": self._routed_experts(),
+                "logprob_token_ids": self._named,
+                "prompt_logprob_token_ids": self._prompt_named or None,
+                "prompt_logprob_start": sampling.prompt_logprob_start,
             },
             within="sampling_params.",
             behind=behind_reasoning(self._prompt, self._served, parsed=False)
@@ -137,3 +146,24 @@ class VllmAsked(Builder):
         if self._sampling.routed_experts is not None:
             return self._sampling.routed_experts
         return (self._served.engine.experts_per_token > 0 and not self.stream) or None
+
+
+def named_rows(rows: Any, served: Served) -> list[list[int]]:
+    """Return the ids that a client names at prompt positions: one row for all, or one for each. As
+    in vLLM, rows are padded with -1. Raises `ApiError` 400.
+    """
+    name = "sampling_params.prompt_logprob_token_ids"
+    if rows is None:
+        return []
+    if not isinstance(rows, list):
+        raise bad_request(
+            f"{name} must be a list of ids or of such lists, not {shown(rows)}.", name
+        )
+    many = rows if rows and isinstance(rows[0], list) else [rows]
+    kept: list[list[int]] = []
+    for row in many:
+        if not isinstance(row, list) or not all(type(each) is int for each in row):
+            raise bad_request(f"{name} must be a list of ids or of such lists.", name)
+        kept.append([each for each in row if each != -1])
+    require_logprobs(max(map(len, kept), default=0), served, name)
+    return kept
