@@ -270,7 +270,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "max_staleness": None,
         "num_wanted": None,
         "exact_version": None,
-        "place": None,
+        "turn_of": None,
     },
     "resume_from": {
         "sample": REQUIRED,

@@ -64,7 +64,7 @@ class Limits(TypedDict, total=False):
     max_staleness: int | None
     exact_version: int | None
     max_entries: int | None
-    place: int | None
+    turn_of: int | None
 
 
 class UpdateOptions(TypedDict, total=False):

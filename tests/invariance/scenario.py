@@ -41,7 +41,7 @@ class Request:
     num_samples: int = 1
     arrives: int = 0  # step
     aborted: int | None = None  # step
-    place: int | None = None  # earlier request whose place in the queue it takes
+    turn_of: int | None = None  # earlier request whose place in the queue it takes
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def run(
                 break
             for index, request in enumerate(requests):
                 if request.arrives == step:
-                    options = {"place": request.place}
+                    options = {"turn_of": request.turn_of}
                     request_id = engine.add_request(
                         request.prompt, request.params, request.num_samples, **options
                     )

@@ -101,7 +101,7 @@ def requests(draw: Any) -> list[Request]:
                 num_samples=draw(st.sampled_from([1, 1, 2, 4])),
                 arrives=draw(st.sampled_from([0, 0, 1, 4])),
                 aborted=draw(st.sampled_from([None, None, None, None, 5])),
-                place=draw(st.sampled_from([None, None, 0, 1])),
+                turn_of=draw(st.sampled_from([None, None, 0, 1])),
             )
         )
     return work

@@ -68,7 +68,7 @@ def test_turns_of_a_session_precede_newer_groups() -> None:
     config = SchedulerConfig(max_batch_size=4, block_size=4)
     groups = [Ask([1 + number], 8, num_samples=2, arrives=0) for number in range(8)]
     turns = [Ask([1, number], 8, num_samples=1, arrives=12) for number in range(2)]
-    placed = [replace(ask, place=0) for ask in turns]
+    placed = [replace(ask, turn_of=0) for ask in turns]
     late = ends(Workload([*groups, *turns], config, num_blocks=200, lookahead=0))
     soon = ends(Workload([*groups, *placed], config, num_blocks=200, lookahead=0))
     unbegun = [5, 6, 7]  # groups that wait when the turns arrive

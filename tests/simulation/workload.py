@@ -63,7 +63,7 @@ class Ask:
     max_staleness: int | None = None
     exact_version: int | None = None
     num_wanted: int | None = None
-    place: int | None = None
+    turn_of: int | None = None
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def with_groups(workload: Workload, groups: int) -> Workload:
 def _limited(ask: Ask, num_updates: int, r: random.Random) -> Ask:
     """Want only some of the samples, take an earlier place, or limit the request to one version."""
     if r.random() < 0.2:
-        ask = replace(ask, place=r.randrange(0, 9))
+        ask = replace(ask, turn_of=r.randrange(0, 9))
     if ask.num_samples > 1 and r.random() < 0.4:
         ask = replace(ask, num_wanted=r.randrange(1, ask.num_samples + 1))
     return (
@@ -379,7 +379,7 @@ def _sequence(loop: EngineLoop, request_id: int, ask: Ask) -> Sequence:
         max_staleness=ask.max_staleness,
         exact_version=ask.exact_version,
         group=SampleGroup(ask.num_wanted) if ask.num_wanted is not None else None,
-        place=ask.place,
+        turn_of=ask.turn_of,
     )
     return Sequence(loop.sequences.new_id(), request, list(ask.prompt), ask.num_samples)
 

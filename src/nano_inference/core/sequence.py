@@ -245,7 +245,7 @@ class CheckedRequest:
         scored_sample: Finished sample that the scores belong to. Its sequence draws nothing.
         at_end: Called once with each sequence of the request before it releases its blocks.
         first_request_id: Request that began the group of the resumed sample, or None.
-        place: Earlier request whose place in the queue this one takes, or None.
+        turn_of: Earlier request whose place in the queue this one takes, or None.
     """
 
     request_id: int
@@ -268,12 +268,12 @@ class CheckedRequest:
     scored_sample: TrainingSample | None = None
     at_end: Callable[["Sequence"], None] | None = None
     first_request_id: int | None = None
-    place: int | None = None
+    turn_of: int | None = None
 
     @property
     def arrival(self) -> int:
         """Place in the queue: ids rise, so an older request comes first."""
-        return self.request_id if self.place is None else min(self.place, self.request_id)
+        return self.request_id if self.turn_of is None else min(self.turn_of, self.request_id)
 
     @property
     def group_id(self) -> int:

@@ -294,7 +294,7 @@ class InferenceEngine:
         max_staleness: int | None = None,
         num_wanted: int | None = None,
         exact_version: int | None = None,
-        place: int | None = None,
+        turn_of: int | None = None,
     ) -> int:
         """Queue a request and return its id, which its samples carry. Raises `InvalidRequest` or
         `RequestTooLarge`.
@@ -312,7 +312,7 @@ class InferenceEngine:
             exact_version: Version that samples the first token. The request is held until that
                 version is live. If a newer one is live, it is rejected (`VersionGone`), or ends
                 without tokens (`"abort"`, stop_reason "the weight version is gone").
-            place: Id of an earlier request, live or ended, whose place in the queue this one takes.
+            turn_of: Id of an earlier request, live or ended, whose place in the queue it takes.
                 Give a conversation's first request, so that its turns precede newer conversations.
         """
         self.shared.require_alive()
@@ -321,7 +321,7 @@ class InferenceEngine:
             min_version=min_version,
             max_staleness=max_staleness,
             exact_version=exact_version,
-            place=place,
+            turn_of=turn_of,
         )
         return self.shared.enqueue(
             self.intake.sequence(prompt, params, num_samples, stream=False, **limits)

@@ -131,7 +131,7 @@ class Intake:
         most_mask_ids = checks.require(
             *(len(token_ids), params, num_samples, limits.get("max_entries")), embeds=embeds
         )
-        for name in ("min_version", "max_staleness", "exact_version", "place"):
+        for name in ("min_version", "max_staleness", "exact_version", "turn_of"):
             _require_whole(name, limits.get(name))
         self._require_not_gone(limits.get("exact_version"))
         num_wanted = limits.get("num_wanted")
@@ -158,7 +158,7 @@ class Intake:
             **prompt_scoring(params, token_ids),
             streaming=stream,
             at_end=self.take_routes if params.routed_experts else None,
-            place=limits.get("place"),
+            turn_of=limits.get("turn_of"),
         )
         return Sequence(
             self.live.new_id(),

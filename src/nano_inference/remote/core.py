@@ -229,7 +229,7 @@ class EngineCore:
                 max_staleness=message.max_staleness,
                 exact_version=message.exact_version,
                 max_entries=message.max_entries,
-                place=message.place,
+                turn_of=message.turn_of,
             )
 
         self._begin(request, begin, "cannot start a request")

@@ -119,7 +119,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     max_staleness: int | None = None
     exact_version: int | None = None
     max_entries: int | None = None
-    place: int | None = None
+    turn_of: int | None = None
     tell: bool = False
     name: str | None = None
 

@@ -45,7 +45,7 @@ class Session:
         chat: Conversation so far. A turn replaces it when the turn has ended.
         root: Id of the session that its forks began with. Its turns go to one replica.
         parent: Id of the session that it was forked from, or None.
-        place: Engine's id of the first request of its root, whose place in the queue its turns
+        turn_of: Engine's id of the first request of its root, whose place in the queue its turns
             take. None: it has had no turn.
         turn: Turn that is being sampled, or None.
         created: Time of its opening, in seconds since the epoch.
@@ -58,7 +58,7 @@ class Session:
     chat: Conversation
     root: str
     parent: str | None = None
-    place: int | None = None
+    turn_of: int | None = None
     turn: object | None = None
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.monotonic)
@@ -136,7 +136,7 @@ class SessionStore:
         self._require_room(session.owner, count, count * session.num_bytes)
         more: dict[str, Any] = {"root": session.root, "parent": session.name}
         return [
-            self.add(session.owner, session.options, session.chat, place=session.place, **more)
+            self.add(session.owner, session.options, session.chat, turn_of=session.turn_of, **more)
             for _ in range(count)
         ]
 

@@ -42,7 +42,7 @@ class SessionTurn(ChatBuilder):
         if self.num_samples > 1:
             raise bad_request("n must be 1: a session has one next turn; fork it first.", "n")
         (ask,) = self.asks
-        self.asks = [replace(ask, limits={**ask.limits, "place": session.place})]
+        self.asks = [replace(ask, limits={**ask.limits, "turn_of": session.turn_of})]
 
     def rendered(self, request: ChatRequest, served: Served) -> list[int]:
         """Return the token ids of the session with the new messages."""
@@ -76,8 +76,8 @@ class SessionTurn(ChatBuilder):
         chat = self._chat.with_turn(
             sample.completion_tokens, _message(choice), list(sample.logprobs)
         )
-        if self._session.place is None:
-            self._session.place = sample.request_id
+        if self._session.turn_of is None:
+            self._session.turn_of = sample.request_id
         self._session.chat = chat
 
 
