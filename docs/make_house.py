@@ -18,7 +18,7 @@ ROOMS = {
     "nano_training_service": "LoRA training over HTTP",
     "nano_bench": "load on a server, files of requests, reports",
     "cli": "the command line",
-    "server": "HTTP: OpenAI, Anthropic, trainers' routes, the page",
+    "server": "HTTP: OpenAI, Anthropic, Ollama, trainers' routes, the page",
     "fleet": "several engines: router, failover, supervisor",
     "remote": "one engine in another process: messages, operations, client",
     "rl": "trainers: `PolicyModel`, replay, scoring, TRL",

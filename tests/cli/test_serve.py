@@ -33,6 +33,27 @@ def test_serve_uses_defaults_without_options(started: Configs) -> None:
     assert started == [(EngineConfig("smollm2-135m", dtype="fast"), ServerConfig())]
 
 
+def test_serve_takes_several_models(started: Configs) -> None:
+    names = [part for name in ("a", "b") for part in ("--served-model-name", name)]
+    limits = ("--max-loaded", "1", "--idle-unload", "1h30m")
+    result = run("serve", "smollm2-135m", "smollm2-135m", *names, *limits)
+    assert result.exit_code == 0, result.output
+    engines, config = started[0]
+    assert isinstance(engines, list)
+    assert [engine.model_path for engine in engines] == ["smollm2-135m"] * 2
+    assert (config.served_names, config.max_loaded) == (("a", "b"), 1)
+    assert config.idle_unload == 5400.0
+    for wrong, said in (
+        (("smollm2-135m", "smollm2-135m"), "two models are named"),
+        (("smollm2-135m", "--max-loaded", "2"), "--max-loaded 2 needs"),
+        (("smollm2-135m", "smollm2-135m", *names, "--rl"), "several models"),
+        (("smollm2-135m", "--idle-unload", "soon"), "is not a duration"),
+    ):
+        result = run("serve", *wrong)
+        assert result.exit_code == 2
+        assert said in " ".join(result.output.replace("│", "").split())
+
+
 def other(value: Any, kind: str) -> Any:
     """Return a value for the field that differs from its default."""
     if isinstance(value, bool):
@@ -107,6 +128,8 @@ def test_config_fields_are_options_that_arrive(kind: Any, started: Configs) -> N
     if kind is ServerConfig:
         # `uds` replaces host and port, `chat_template` is read from a file
         del wanted["uds"], wanted["chat_template"]
+        # a limit of several models, and one that `rl` excludes
+        del wanted["max_loaded"], wanted["idle_unload"]
     arguments = [part for name, value in wanted.items() for part in flags(name, value)]
     result = run("serve", "smollm2-135m", *arguments)
     assert result.exit_code == 0, result.output

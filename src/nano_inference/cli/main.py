@@ -73,9 +73,9 @@ COMMANDS = {
     ),
     "serve": Row(
         "nano_inference.cli.serve:serve",
-        "Serve a model over HTTP.",
+        "Serve models over HTTP.",
         common=(
-            *("model", "model_option", "host", "port", "served_model_name", "api_key_file"),
+            *("models", "model_option", "host", "port", "served_model_name", "api_key_file"),
             *("cors_origins", "replicas", "max_queued_samples", "request_timeout"),
             *("tool_format", "reasoning_format", "generation_config", "rl", "log_level"),
             *("max_batch_size", "loras", "speculation", *_ENGINE),

@@ -122,7 +122,7 @@ def serve(
     options.checked(sources_of, engines, config)  # rejects options that cannot be combined
     if len(engines) == 1:
         logging.getLogger("nano_inference.server").info("loading %s", models[0])
-    run(engines, config)
+    run(engines[0] if len(engines) == 1 else engines, config)
 
 
 def _serve_on_ray(engine: EngineConfig, config: ServerConfig, address: str | None) -> None:
