@@ -58,6 +58,7 @@ GROUPS = {
             "ConfigError",
             "ModelLoadError",
             "InvalidRequest",
+            "LacksMemory",
             "RequestTooLarge",
         ),
         *(
