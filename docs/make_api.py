@@ -60,6 +60,7 @@ GROUPS = {
             "ModelLoadError",
             "InvalidRequest",
             "TemplateRewritesPast",
+            "LacksMemory",
             "RequestTooLarge",
         ),
         *(

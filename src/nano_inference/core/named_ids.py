@@ -79,7 +79,7 @@ def named_logprobs(seq: Sequence) -> dict[str, LogprobMatrix]:
     return fields
 
 
-def of_rows(seq: Sequence, rows: slice) -> dict[str, LogprobMatrix]:
+def of_rows(seq: Sequence, rows: slice) -> dict[str, Any]:
     """Return the logprobs of named ids at some completion tokens, by field of a sample."""
     params = seq.request.params
     width = len(params.logprob_token_ids)

@@ -1,7 +1,7 @@
 """The public engine: intake, threads and lifecycle, delivery, weight updates, adapters, scoring.
 
-Imports only from: checkpoints, core, device, drafts, kv_cache, models, ops, ranks, structured,
-text, weights.
+Imports only from: checkpoints, core, device, drafts, kv_cache, models, ops, ranks, sampling,
+structured, text, weights.
 Begin with: engine.py, then shared_loop.py.
 Tests: tests/engine.
 """

@@ -63,7 +63,7 @@ class SampleSoFar:
                 getattr(self, name).append(matrix)
         self.cached_tokens = delta.cached_tokens
 
-    def matrices(self) -> dict[str, LogprobMatrix]:
+    def matrices(self) -> dict[str, Any]:
         """Return the logprobs of named ids, by field of a sample."""
         parts = {name: getattr(self, name) for name in _MATRICES}
         return {name: LogprobMatrix.joined(each) for name, each in parts.items() if each}
