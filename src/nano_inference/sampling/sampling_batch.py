@@ -201,7 +201,7 @@ class SamplingTable(Generic[A]):
             both = sorted({**dict(_having(slots, self._masks)), **dict(masks)}.items())
             masked = mask_columns(self._arrays, len(slots), both)
         make = self._arrays.make
-        fields = fixed.fields
+        fields: dict[str, Any] = fixed.fields
         if biases:
             fields = fields | {"bias": self._entries(self._with_biases(slots, biases))}
         return SamplingBatch(
