@@ -420,6 +420,19 @@ def test_files_of_older_releases_have_no_groups(tmp_path: Path) -> None:
         assert read(tmp_path / f"old.{read.__name__.removeprefix('read_')}") == [SAMPLE]
 
 
+def test_files_of_older_releases_lack_parameters(tmp_path: Path) -> None:
+    sample = dataclasses.replace(SAMPLE, sampling_params=SamplingParams(top_k=3))
+    columns = data.to_columns([sample])
+    row = {name: each[0] for name, each in columns.items()}
+    del row["sampling_params"]["bad_words"], row["sampling_params"]["thinking_token_budget"]
+    (tmp_path / "old.jsonl").write_text(json.dumps(row))
+    assert data.read_jsonl(tmp_path / "old.jsonl") == [sample]
+    del row["sampling_params"]["temperature"]
+    (tmp_path / "less.jsonl").write_text(json.dumps(row))
+    with pytest.raises(DataError, match="is not an object with temperature"):
+        data.read_jsonl(tmp_path / "less.jsonl")
+
+
 def test_corrupt_files_are_rejected(tmp_path: Path) -> None:
     for content in (b"", b"PAR1", b"PAR1" + bytes(100) + b"PAR1", b"{}\n"):
         (tmp_path / "a").write_bytes(content)

@@ -13,8 +13,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.types import TrainingSample
+from nano_inference.types import SamplingParams, TrainingSample
 
+# Fields that records in files of older releases lack. They get their defaults.
+_ADDED: Mapping[Any, frozenset[str]] = {
+    SamplingParams: frozenset(
+        (
+            *("thinking_token_budget", "bad_words", "logits_processors", "logprob_token_ids"),
+            *("prompt_logprob_token_ids", "prompt_logprob_start"),
+        )
+    )
+}
 _INFINITIES = {"Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -136,12 +145,13 @@ def _table(key: Kind, value: Kind) -> Kind:
 def _record(make: Any) -> Kind:
     """Return the conversion of a dataclass or a named tuple."""
     kinds = {name: kind_of(hint) for name, hint in typing.get_type_hints(make).items()}
+    added = _ADDED.get(make, frozenset())
 
     def from_plain(plain: Any) -> Any:
-        if not isinstance(plain, dict) or plain.keys() != kinds.keys():
+        if not isinstance(plain, dict) or not kinds.keys() - added <= plain.keys() <= kinds.keys():
             raise Mismatch(f"{plain!r} is not an object with {', '.join(kinds)}.")
         try:
-            return make(**{name: kind.from_plain(plain[name]) for name, kind in kinds.items()})
+            return make(**{name: kinds[name].from_plain(value) for name, value in plain.items()})
         except InvalidRequest as problem:  # some records validate their fields
             raise Mismatch(str(problem)) from problem
 
