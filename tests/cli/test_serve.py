@@ -133,8 +133,8 @@ def test_config_fields_are_options_that_arrive(kind: Any, started: Configs) -> N
     arguments = [part for name, value in wanted.items() for part in flags(name, value)]
     result = run("serve", "smollm2-135m", *arguments)
     assert result.exit_code == 0, result.output
-    found = started[0][0 if kind is EngineConfig else 1]
-    assert {name: getattr(found, name) for name in wanted} == wanted
+    config = started[0][0 if kind is EngineConfig else 1]
+    assert {name: getattr(config, name) for name in wanted} == wanted
     started.clear()
     assert run("serve", "smollm2-135m", "--no-chunked-prefill").exit_code == 0
     assert not started[0][0].enable_chunked_prefill
@@ -142,8 +142,12 @@ def test_config_fields_are_options_that_arrive(kind: Any, started: Configs) -> N
     assert started[1][1].rl_open
     self_drafts = ("--draft-model", "self", "--draft-layers", "7", "--draft-quantization", "int8")
     assert run("serve", "smollm2-135m", *self_drafts).exit_code == 0
-    found = started[2][0]
-    assert (found.draft_model, found.draft_layers, found.draft_quantization) == ("self", 7, "int8")
+    config = started[2][0]
+    assert (config.draft_model, config.draft_layers, config.draft_quantization) == (
+        "self",
+        7,
+        "int8",
+    )
     assert run("serve", "smollm2-135m", "--enable-return-routed-experts").exit_code == 0
     assert started[3][0].enable_return_routed_experts
     adapters = ("--lora", "a=/a", "--lora", "b=/b", "--max-loras", "3")
@@ -151,8 +155,8 @@ def test_config_fields_are_options_that_arrive(kind: Any, started: Configs) -> N
     assert (started[4][0].loras, started[4][0].max_loras) == (("a=/a", "b=/b"), 3)
     files = ("--kept-cache-folder", "/kept", "--kept-cache-bytes", "2GiB")
     assert run("serve", "smollm2-135m", *files).exit_code == 0
-    found = started[5][0]
-    assert (found.kept_cache_folder, found.kept_cache_bytes) == ("/kept", 2 << 30)
+    config = started[5][0]
+    assert (config.kept_cache_folder, config.kept_cache_bytes) == ("/kept", 2 << 30)
     assert run("serve", "smollm2-135m", "--cpu-sums", "pairs").exit_code == 0
     assert started[6][0].cpu_sums == "pairs"
 

@@ -102,10 +102,10 @@ def test_rows_of_prompt_ids_may_differ_in_length(engine: InferenceEngine) -> Non
     )
     every = sample_of(engine, prompt_logprob_token_ids=list(range(VOCAB)))
     matrix, whole = (np.asarray(each.prompt_token_id_logprobs) for each in (sample, every))
-    for place, ids in enumerate(rows):
-        assert matrix[place, : len(ids)].tolist() == whole[1 + place, ids].tolist()
-        assert matrix[place, len(ids) :].tolist() == [-math.inf] * (3 - len(ids))
-    expected = [whole[place, token] for place, token in enumerate(PROMPT[1:])]
+    for index, ids in enumerate(rows):
+        assert matrix[index, : len(ids)].tolist() == whole[1 + index, ids].tolist()
+        assert matrix[index, len(ids) :].tolist() == [-math.inf] * (3 - len(ids))
+    expected = [whole[index, token] for index, token in enumerate(PROMPT[1:])]
     assert sample.prompt_logprobs is not None
     assert list(sample.prompt_logprobs[1:]) == expected
 
@@ -179,8 +179,8 @@ def test_streamed_rows_join_to_the_sample(engine: InferenceEngine) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_top_tokens_are_the_best_of_all_scores(engine: InferenceEngine, temperature: float) -> None:
     sequences = [[5, 6, 7, 8], [5, 6, 9], [4]]
-    found = top_tokens(engine, sequences, 4, from_position=[1, 2, 1], temperature=temperature)
-    for ids, start, best in zip(sequences, [1, 2, 1], found, strict=True):
+    best_tokens = top_tokens(engine, sequences, 4, from_position=[1, 2, 1], temperature=temperature)
+    for ids, start, best in zip(sequences, [1, 2, 1], best_tokens, strict=True):
         rows = len(ids) - start
         every = [list(range(VOCAB))] * rows
         (scores,) = (

@@ -113,13 +113,13 @@ def test_stream_is_timed_piece_by_piece(make: Callable[..., list[Ask]]) -> None:
     done, server = run(streamed, make(2, 5, 3, stream=True), concurrency=1)
     assert done.errors == []
     assert server.seen[0][2]["stream_options"] == {"include_usage": True}
-    for each in done.outcomes:  # the role and the end are not pieces
-        first, second, third = each.pieces
-        waits = [first - each.began, second - first, third - second]
+    for result in done.outcomes:  # the role and the end are not pieces
+        first, second, third = result.pieces
+        waits = [first - result.began, second - first, third - second]
         assert all(
             wait >= 0.7 * planned for wait, planned in zip(waits, (0.03, 0.01, 0.02), strict=True)
         ), waits
-        assert each.tokens == 3
+        assert result.tokens == 3
     assert done.row()["tokens_per_event"] == 1.0
 
 
@@ -202,8 +202,8 @@ def test_pieces_are_counted_without_usage() -> None:
     reply = load.Reply(
         0.0, 200, [(0.1, json.dumps(choice(text="")).encode()), (0.2, b"[DONE]")], ended=0.2
     )
-    found = outcome(load.Record(Ask("/v1/completions", {"stream": True}), 0.0, reply))
-    assert (found.tokens, found.pieces, found.error) == (1, (0.1,), None)
+    result = outcome(load.Record(Ask("/v1/completions", {"stream": True}), 0.0, reply))
+    assert (result.tokens, result.pieces, result.error) == (1, (0.1,), None)
 
 
 def test_cpu_time_of_a_tree_is_that_of_its_processes() -> None:

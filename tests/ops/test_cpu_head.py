@@ -94,10 +94,10 @@ def assert_same_named(drawn: Draw, expected: Draw, batch: SamplingBatch, agree: 
         atol=2e-5,
         equal_nan=True,
     )
-    own = batch.named.ids == drawn.token_ids[batch.named.rows]
-    samples = batch.named.rows[own]
+    is_drawn = batch.named.ids == drawn.token_ids[batch.named.rows]
+    samples = batch.named.rows[is_drawn]
     values = torch.stack([drawn.logprobs, drawn.raw_logprobs], dim=1)[samples]
-    assert torch.equal(drawn.named_logprobs[own].nan_to_num(9e9), values.nan_to_num(9e9))
+    assert torch.equal(drawn.named_logprobs[is_drawn].nan_to_num(9e9), values.nan_to_num(9e9))
 
 
 def hidden_and_weight(

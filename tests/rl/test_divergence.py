@@ -33,17 +33,17 @@ def build(folder: Path, seed: int, **more: Any) -> PolicyModel:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PolicyModel, PolicyModel]]:
     policy, teacher = (build(tmp_path_factory.mktemp("model"), seed) for seed in (1, 2))
     yield policy, teacher
-    for each in (policy, teacher):
-        each.engine.shutdown()
+    for model in (policy, teacher):
+        model.engine.shutdown()
 
 
-def value_of(kind: str, own: Tensor, teacher: Tensor) -> Tensor:
+def value_of(kind: str, policy: Tensor, teacher: Tensor) -> Tensor:
     """Return the divergence by its definition."""
     if kind == "entropy":
-        return -(own.exp() * own).sum(-1)
+        return -(policy.exp() * policy).sum(-1)
     if kind == "reverse":
-        return (own.exp() * (own - teacher)).sum(-1)
-    return (teacher.exp() * (teacher - own)).sum(-1)
+        return (policy.exp() * (policy - teacher)).sum(-1)
+    return (teacher.exp() * (teacher - policy)).sum(-1)
 
 
 @settings(deadline=None, max_examples=at_depth(25))
@@ -56,12 +56,12 @@ def test_terms_equal_autograd_in_float64(seed: int, scale: float, kind: str) -> 
     generator = torch.Generator().manual_seed(seed)
     logits, other = ((torch.randn(3, 17, generator=generator) * scale).double() for _ in range(2))
     logits.requires_grad_(True)
-    own, teacher = (torch.log_softmax(each, -1) for each in (logits, other))
-    expected = value_of(kind, own, teacher)
+    policy, teacher = (torch.log_softmax(each, -1) for each in (logits, other))
+    expected = value_of(kind, policy, teacher)
     (gradient,) = torch.autograd.grad(expected.sum(), logits)
     direction: Any = "forward" if kind == "forward" else "reverse"
     given_teacher = None if kind == "entropy" else teacher
-    value, d_logits = unit.terms(own.detach(), given_teacher, direction)
+    value, d_logits = unit.terms(policy.detach(), given_teacher, direction)
     torch.testing.assert_close(value, expected.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(d_logits, gradient, rtol=1e-9, atol=1e-10)
 

@@ -1,4 +1,4 @@
-"""Read a trace in one of the public formats, which its first object tells."""
+"""Read a trace in one of the public formats, which its first object identifies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -79,7 +79,7 @@ class PackedFile:
         """Write the file unless another process is writing it. Return True if it was written.
 
         Old packed files are removed if all of them would take too much of the disk. A failure is
-        logged, not raised, and so is a file that alone would take too much.
+        logged, not raised, and so is a single file that would take too much.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -32,10 +32,10 @@ class PromptTargets:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self._row(row) for row in self.rows[place]]
-        return self._row(self.rows[place])
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._row(row) for row in self.rows[index]]
+        return self._row(self.rows[index])
 
     def _row(self, row: int) -> list[int]:
         following = self.prompt[row + 1]

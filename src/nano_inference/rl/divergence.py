@@ -105,10 +105,10 @@ def divergence(
     batch = check_batch(model.engine, sequences, from_position, temperature)
     if temperature == 0 or teacher_temperature == 0:
         raise InvalidRequest("temperature must be above 0: a greedy distribution has no gradient.")
-    for each in (model, teacher):
-        if each is not None and each.engine.spec.moe is not None:
+    for policy in (model, teacher):
+        if policy is not None and policy.engine.spec.moe is not None:
             raise InvalidRequest(
-                f"{each.engine.spec.architecture} has experts, whose choices only the engine "
+                f"{policy.engine.spec.architecture} has experts, whose choices only the engine "
                 "knows; use logprobs(targets=...) of some tokens instead."
             )
     if teacher is not None:
@@ -185,9 +185,9 @@ def _values(asked: Asked, weights: Weights, teacher: Weights | None, batch: Micr
     other = None if teacher is None else teacher.hidden(batch)[batch.scored_rows]
     parts: list[Tensor] = []
     for rows in _chunks(batch):
-        own, _ = _logprobs(weights, hidden[rows], asked.temperature)
+        log_probs, _ = _logprobs(weights, hidden[rows], asked.temperature)
         theirs = _of_teacher(asked, teacher, None if other is None else other[rows])
-        parts.append(terms(own, theirs, asked.direction)[0])
+        parts.append(terms(log_probs, theirs, asked.direction)[0])
     return torch.cat(parts)
 
 
@@ -208,9 +208,9 @@ def _end_gradients(
         d_head = torch.zeros_like(weights.head) if wanted else torch.empty(0)
         for rows in _chunks(batch):
             places = batch.scored_rows[rows]
-            own, slope = _logprobs(weights, hidden[places], asked.temperature)
+            log_probs, slope = _logprobs(weights, hidden[places], asked.temperature)
             theirs = _of_teacher(asked, teacher, None if other is None else other[rows])
-            _, d_logits = terms(own, theirs, asked.direction)
+            _, d_logits = terms(log_probs, theirs, asked.direction)
             d_logits.mul_(sums[rows, None] / divisor)
             d_logits = (d_logits if slope is None else d_logits.mul_(slope)).to(hidden.dtype)
             d_hidden.index_add_(0, places, d_logits @ matrix)

@@ -89,19 +89,19 @@ def _sample(rows: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, ...]:
     )
 
 
-def named_logprobs(shown: Tensor, own: Tensor | None, batch: SamplingBatch) -> Tensor:
+def named_logprobs(shown: Tensor, model_logits: Tensor | None, batch: SamplingBatch) -> Tensor:
     """Return the logprobs of named tokens as drawn and as the model's own, float32 [E, 2].
 
     Args:
         shown: Logits of the distribution that each sample reports, float32 [R, V].
-        own: The model's own logits. None: not requested, and zeros are returned.
+        model_logits: The model's own logits. None: not requested, and zeros are returned.
         batch: R samples.
     """
     xp, places = namespace(shown), batch.named[:2]
     if not len(batch.named.ids):
         return shown.new_empty((0, 2))
     drawn = entry_logprobs(shown, *places)
-    raw = xp.zeros_like(drawn) if own is None else entry_logprobs(own, *places)
+    raw = xp.zeros_like(drawn) if model_logits is None else entry_logprobs(model_logits, *places)
     return xp.stack([drawn, raw], dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Masks that follow from a sample's token ids alone: a budget of thought, and bad words.
+"""Masks that a sample's token ids determine: a budget of thought, and bad words.
 
 A rule stores nothing that its sample's ids do not determine. It remembers how far it has read them,
 so that a step reads only new ones.

@@ -36,7 +36,7 @@ class ModelSource:
         make: Makes the client of a new engine that is not started yet.
         path: Path of the model. Empty: unknown.
         needs: Bytes of this machine's memory that a load takes at least. None: only the engine
-            can tell.
+            knows.
     """
 
     names: tuple[str, ...]

@@ -39,7 +39,7 @@ class Conversation:
 
     Sampled ids stay as they were sampled. New messages are rendered by the chat template, and only
     the text after the past is encoded. The rendering of the whole conversation must begin with the
-    text of the past, so that a trainer which renders it anew gets the same text. A template that
+    text of the past, so that a trainer which renders it again gets the same text. A template that
     drops earlier reasoning or trims a turn breaks this, and `on_rewrite` decides: `"reject"` raises
     `TemplateRewritesPast`, `"keep"` takes the text after the turn's end and keeps the ids.
 

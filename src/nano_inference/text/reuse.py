@@ -21,7 +21,7 @@ from nano_inference.text.tokenizer import LONG, Tokenizer, encode_ids
 
 MOST = 4 << 20  # characters of the kept texts of a tokenizer
 _SHORT = 256  # characters of a piece
-_ENTRY = 64  # characters that an entry costs besides its text
+_ENTRY = 64  # characters that an entry costs in addition to its text
 
 Value = TypeVar("Value")
 

@@ -86,14 +86,14 @@ async def main() -> None:
         reset_tool_choice=False,
         tool_use_behavior="run_llm_again",
     )
-    told: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     if FORCED:
         history: Any = "What is the weather in Rome?"
         for _ in range(5):  # a forced model never answers with text, so each run is one turn
             stopped = agent.clone(tool_use_behavior="stop_on_first_tool")
             result = await Runner.run(stopped, history)
             history = [*result.to_input_list(), {"role": "user", "content": "And now?"}]
-        told["forced"] = ran[:]
+        outcomes["forced"] = ran[:]
     else:
         for way in ("whole", "streamed", "stored"):
             ran.clear()
@@ -105,8 +105,8 @@ async def main() -> None:
                 final = streamed.final_output
             else:
                 final = (await Runner.run(agent, "Go.", **options)).final_output
-            told[way] = [*ran, final]
-    print(json.dumps(told))
+            outcomes[way] = [*ran, final]
+    print(json.dumps(outcomes))
 
 
 asyncio.run(main())

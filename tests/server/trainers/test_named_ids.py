@@ -39,9 +39,9 @@ def test_named_ids_follow_the_token_in_vllms_form(rl_server: str) -> None:
     expected = whole_rows(rl_server)
     (choice,) = vllm(rl_server, logprob_token_ids=IDS)["choices"]
     for row, entry in zip(expected, choice["logprobs"]["content"], strict=True):
-        own, *others = entry["top_logprobs"]
-        assert (own["token_id"], own["logprob"]) == (entry["token_id"], entry["logprob"])
-        ids = [each for each in IDS if each != own["token_id"]]
+        sampled, *others = entry["top_logprobs"]
+        assert (sampled["token_id"], sampled["logprob"]) == (entry["token_id"], entry["logprob"])
+        ids = [each for each in IDS if each != sampled["token_id"]]
         assert [(each["token_id"], each["logprob"]) for each in others] == [
             (each, row[each]) for each in ids
         ]
@@ -75,10 +75,12 @@ def test_prompt_scores_are_vllms_npy_matrix(rl_server: str, rows: Any) -> None:
     many = rows if isinstance(rows[0], list) else [rows, rows]
     assert scores.dtype == np.float32
     assert scores.shape == (2, len(many[0]))
-    for place, ids in enumerate(many):
-        for column, each in enumerate(ids):
-            expected = -np.inf if each < 0 else np.float32(every[3 + place][str(each)]["logprob"])
-            assert scores[place, column] == expected
+    for index, ids in enumerate(many):
+        for column, token_id in enumerate(ids):
+            expected = (
+                -np.inf if token_id < 0 else np.float32(every[3 + index][str(token_id)]["logprob"])
+            )
+            assert scores[index, column] == expected
 
 
 def test_named_ids_are_sglangs_rows(rl_server: str) -> None:
@@ -126,8 +128,8 @@ def test_named_ids_replace_the_top_logprobs_of_openai(rl_server: str) -> None:
     body = {"prompt": PROMPT, "logprobs": 1, "return_tokens_as_token_ids": True, **fields}
     logprobs = post(f"{rl_server}/v1/completions", body)["choices"][0]["logprobs"]
     for row, tops in zip(expected, logprobs["top_logprobs"], strict=True):
-        for each in IDS:
-            assert tops[f"token_id:{each}"] == row[each]
+        for token_id in IDS:
+            assert tops[f"token_id:{token_id}"] == row[token_id]
     fields["return_tokens_as_token_ids"] = fields["logprobs"] = True
     body = {"messages": [{"role": "user", "content": "a"}], **fields}
     rows = post(f"{rl_server}/v1/chat/completions", body)["choices"][0]["logprobs"]["content"]
@@ -137,7 +139,7 @@ def test_named_ids_replace_the_top_logprobs_of_openai(rl_server: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "told"),
+    ("sampling", "message"),
     [
         ({"logprob_token_ids": [3, 3]}, "holds 3 more than once"),
         ({"logprob_token_ids": [-1]}, "logprob_token_ids"),
@@ -150,15 +152,15 @@ def test_named_ids_replace_the_top_logprobs_of_openai(rl_server: str) -> None:
         ({"prompt_logprob_start": 2}, "prompt_logprob_token_ids"),
     ],
 )
-def test_bad_named_ids_are_rejected(rl_server: str, sampling: Any, told: str) -> None:
-    assert told in vllm(rl_server, 400, **sampling)["error"]["message"]
+def test_bad_named_ids_are_rejected(rl_server: str, sampling: Any, message: str) -> None:
+    assert message in vllm(rl_server, 400, **sampling)["error"]["message"]
 
 
 def test_bad_named_ids_of_sglang_are_rejected(rl_server: str) -> None:
-    for body, told in (
+    for body, message in (
         ({"token_ids_logprob": IDS}, "requires return_logprob"),
         ({"token_ids_logprob": "a", "return_logprob": True}, "token_ids_logprob"),
         ({"token_ids_logprob": [[3], [4]], "return_logprob": True}, "2 entries for 1"),
         ({"token_ids_logprob": [True], "return_logprob": True}, "token_ids_logprob"),
     ):
-        assert told in sglang(rl_server, 400, **body)["error"]["message"]
+        assert message in sglang(rl_server, 400, **body)["error"]["message"]

@@ -513,7 +513,7 @@ def _write_named(
 )
 def _named_kernel(
     logits,
-    own,
+    model_logits,
     rows,
     temperatures,
     top_k,
@@ -550,7 +550,7 @@ def _named_kernel(
     raw = tl.zeros_like(drawn)
     if RAW:
         own_highest = finite_or_zero(tl.load(shown + 2 * num + sample))
-        x = tl.load(own + row * V + ids)
+        x = tl.load(model_logits + row * V + ids)
         raw = (x - own_highest) - tl.load(shown + 3 * num + sample)
         drawn = tl.where(tl.load(temperatures + sample) == 0, raw, drawn)
     tl.store(named + 2 * at, drawn, mask=inside)
@@ -615,7 +615,7 @@ def best_tokens(
 )
 def _rank_kernel(
     logits,
-    own,
+    model_logits,
     maxima,
     rows,
     temperatures,
@@ -634,13 +634,14 @@ def _rank_kernel(
     BLOCK: tl.constexpr,
 ):
     """Compute the rank values of a block of tokens. Grid (samples of the tile, BLOCKS)."""
-    place = tl.program_id(0).to(tl.int64)
-    sample = place + first
+    tile_row = tl.program_id(0).to(tl.int64)
+    sample = tile_row + first
     divisor, _, _, least, filters = asks(sample, temperatures, top_k, top_p, min_p)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = sample if CHANGED else tl.load(rows + sample)
     if tl.load(temperatures + sample) == 0:  # bits of the logit as an integer in the same order
-        x = tl.load(own + tl.load(rows + sample) * V + ids, mask=ids < V, other=-float("inf"))
+        x_ptr = model_logits + tl.load(rows + sample) * V + ids
+        x = tl.load(x_ptr, mask=ids < V, other=-float("inf"))
         x = tl.where(x == x, x, -float("inf")) + 0.0  # a sum is never -0
         bits = x.to(tl.int32, bitcast=True)
         value = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
@@ -652,7 +653,7 @@ def _rank_kernel(
             stays = tl.where(filters, keeps(distance, ids, bounds, sample, num, least), stays)
         value = -tl.where(stays, distance, CUT)
     rank = (value.to(tl.int64) << 32) | (ids ^ _LAST_ID).to(tl.int64)
-    tl.store(ranks + place * V + ids, rank, mask=ids < V)
+    tl.store(ranks + tile_row * V + ids, rank, mask=ids < V)
 
 
 @triton.jit(  # one kernel for all numbers of shown tokens
@@ -671,11 +672,11 @@ def _show_kernel(
     WIDTH: tl.constexpr,  # at least K
 ):
     """Turn rank values into ids and logprobs. Grid (samples of the tile,)."""
-    place = tl.program_id(0).to(tl.int64)
-    sample = place + first
+    tile_row = tl.program_id(0).to(tl.int64)
+    sample = tile_row + first
     columns = tl.arange(0, WIDTH)
     inside = columns < K
-    rank = tl.load(best + place * K + columns, mask=inside, other=0)
+    rank = tl.load(best + tile_row * K + columns, mask=inside, other=0)
     value = (rank >> 32).to(tl.int32)
     x = tl.where(value >= 0, value, value ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
     highest, log_sum = tl.load(shown + sample), tl.load(shown + num + sample)

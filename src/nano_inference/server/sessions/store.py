@@ -92,8 +92,8 @@ class Session:
 class SessionStore:
     """Open sessions by id. All of its code runs on one event loop.
 
-    An id proves that this server issued it, so that a session which is gone is told apart from one
-    that never existed, without a list of those.
+    An id proves that this server issued it, so that a session which is gone can be
+    distinguished from one that never existed, without a list of those.
 
     Args:
         config: Limits of the server.

@@ -319,7 +319,7 @@ def test_namespace_is_named_in_calls(client: OpenAI, script: ScriptedClient) -> 
 
 def test_found_tools_leave_the_prompt_as_it_was(client: OpenAI, script: ScriptedClient) -> None:
     search: Any = [{"type": "tool_search", "execution": "client"}]
-    found: Any = {"type": "namespace", "name": "crm", "description": "", "tools": [CUSTOM]}
+    namespace: Any = {"type": "namespace", "name": "crm", "description": "", "tools": [CUSTOM]}
     hidden: Any = PLAIN | {"defer_loading": True}
     script.script = calling("tool_search", query="sql")
     first = client.responses.create(model="scripted", input="x", tools=[*search, hidden])
@@ -328,7 +328,7 @@ def test_found_tools_leave_the_prompt_as_it_was(client: OpenAI, script: Scripted
     output: Any = {
         "type": "tool_search_output",
         "call_id": first.output[0].call_id,  # pyright: ignore
-        "tools": [found],
+        "tools": [namespace],
     }
     script.script = calling("crm.run_sql", input="a")
     second = client.responses.create(
@@ -444,13 +444,18 @@ def codex_output(call: Any) -> dict[str, Any]:
     """Return the output of a call as Codex sends it."""
     if call["type"] == "tool_search_call":
         inner = PLAIN | {"name": "find", "defer_loading": True}
-        found = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [inner]}
+        namespace = {
+            "type": "namespace",
+            "name": "crm",
+            "description": "Customers.",
+            "tools": [inner],
+        }
         return {
             "type": "tool_search_output",
             "call_id": call["call_id"],
             "status": "completed",
             "execution": "client",
-            "tools": [found],
+            "tools": [namespace],
         }
     kind = f"{call['type']}_output"
     return {"type": kind, "id": "fco_1", "call_id": call["call_id"], "output": "Exit code: 0"}

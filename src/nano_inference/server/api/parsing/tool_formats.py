@@ -66,7 +66,7 @@ class JsonArguments:
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
     """Arguments that are a sequence of keys and values between markers. A string is written as it
-    is, any other value as JSON: the tool's schema tells which.
+    is, any other value as JSON: the tool's schema decides which.
 
     Attributes:
         key: Marker before a key.

@@ -132,7 +132,7 @@ class ValueRules:
         return self._named(schema_part(self._with_definitions(schema), self._options), "j")
 
     def _with_definitions(self, schema: Any) -> Any:
-        """Return a schema that can stand alone: its references point to a copy of the root."""
+        """Return a schema that needs no other: its references point to a copy of the root."""
         if not isinstance(schema, Mapping) or '"$ref"' not in json.dumps(schema):
             return schema
         moved = _moved(schema)

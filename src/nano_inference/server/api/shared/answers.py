@@ -262,10 +262,10 @@ def named_entries(
     """Return one entry per token. Its candidates are the token itself, then the named ids."""
     rows: list[Entry] = []
     for token_id, logprob, top in zip(token_ids, logprobs, tops, strict=True):
-        own, *others = own_first(token_id, logprob, top)
+        sampled, *others = own_first(token_id, logprob, top)
         candidates = tuple(
             Candidate(token_name(each), each, at_least(score))
-            for each, score, _ in (own._replace(logprob=logprob), *others)
+            for each, score, _ in (sampled._replace(logprob=logprob), *others)
         )
         entry = Entry(token_name(token_id), token_id, at_least(logprob), None, candidates)
         rows.append(entry)

@@ -200,7 +200,7 @@ def _join(deltas: Sequence[Delta]) -> Delta:
     }
     optional = {name: each or None for name, each in joined.items() if name not in _ALWAYS}
     for name in ("token_id_logprobs", "raw_token_id_logprobs"):
-        parts = [each for delta in deltas if (each := getattr(delta, name)) is not None]
+        parts = [part for delta in deltas if (part := getattr(delta, name)) is not None]
         optional[name] = LogprobMatrix.joined(parts) if parts else None
     return dataclasses.replace(deltas[0], **joined | optional)
 

@@ -48,7 +48,7 @@ class Detached:
             self._add(events)
 
     def close(self, last: bytes = b"") -> None:
-        """Add the last events, and tell the readers that no more come."""
+        """Add the last events, and inform the readers that no more come."""
         self.is_running = False
         if self.keeps_events:
             self._add(last)

@@ -78,12 +78,12 @@ def require_kept(
     text, at = served.tokenizer.decode(token_ids, skip_special_tokens=False), 0
     for index, message in enumerate(messages):
         thought = str(message.get("reasoning_content") or "").strip()
-        place = text.find(thought, at)
-        if place < 0:
+        start = text.find(thought, at)
+        if start < 0:
             raise bad_request(
                 f"reasoning_history is keep, but the model's chat template drops the reasoning of "
                 f"messages.{index}; omit reasoning_history, or set chat_template_kwargs that keep "
                 "it.",
                 "reasoning_history",
             )
-        at = place + len(thought)
+        at = start + len(thought)
