@@ -173,10 +173,10 @@ def plot(steps: Sequence[Step], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(7, 3), layout="constrained", dpi=150)
     at = [each.step for each in steps]
     axis.plot(at, [each.loss for each in steps], color="#bbbbbb", label="training, on the ids")
-    known = [each for each in steps if each.held_out is not None]
+    known = [(each.step, each.held_out) for each in steps if each.held_out is not None]
     axis.plot(
-        [each.step for each in known],
-        [each.held_out for each in known],
+        [step for step, _ in known],
+        [held_out for _, held_out in known],
         color="#2a6fdb",
         marker="o",
         label="held-out texts, whole vocabulary",

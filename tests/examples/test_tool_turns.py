@@ -20,6 +20,7 @@ def test_tool_turns_return_true_logprobs_of_all_turns() -> None:
             (scored,) = engine.generate(
                 [*prompt, *ids], SamplingParams(max_tokens=1, prompt_logprobs=True)
             )
+            assert scored.prompt_logprobs is not None
             rows = scored.prompt_logprobs[len(prompt) :]
             assert all(
                 theirs == ours

@@ -116,10 +116,9 @@ def test_streams_of_named_ids_end_with_the_same_rows(rl_server: str) -> None:
     body["sampling_params"] = {"max_new_tokens": 4, "sampling_seed": 1, "ignore_eos": True}
     reply = httpx.post(f"{rl_server}{SGLANG}", json=body, timeout=60)
     events = [json.loads(each[6:]) for each in reply.text.split("\n\n")[:-2]]
-    for event in events:
-        rows = event["meta_info"]["output_token_ids_logprobs"]
-        assert rows == whole[: len(rows)]
-    assert len(rows) == 4
+    streamed = [event["meta_info"]["output_token_ids_logprobs"] for event in events]
+    assert all(rows == whole[: len(rows)] for rows in streamed)
+    assert len(streamed[-1]) == 4
 
 
 def test_named_ids_replace_the_top_logprobs_of_openai(rl_server: str) -> None:
