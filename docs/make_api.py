@@ -26,6 +26,7 @@ GROUPS = {
             "TrainingSample",
             "Delta",
             "TopLogprobs",
+            "LogprobMatrix",
             "VersionSpan",
             "ContextVersions",
             "SamplingMask",

@@ -98,7 +98,8 @@ PICTURES = {
         "remote/log_lines.py:TextLines,ShortLines",
         "server/api/openai/chat_answer.py:response,_finished,_choice",
         "server/runner.py:log_start",
-        "server/server.py:log_ready,farewell,Server",
+        "server/hosted.py:log_ready",
+        "server/server.py:farewell,Server",
     ),
     "demo": Picture(
         "make demo",

@@ -200,7 +200,7 @@ def test_gpu_takes_precedence_over_the_host(
     monkeypatch.setattr(availability, "has_nvidia_device", lambda: True)
     assert device_of(EngineConfig("m")) == torch.device("cuda")
     backends._warn_once.cache_clear()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(backends, "_has_torch", lambda: False)
     assert device_of(EngineConfig("m")) is HOST
     assert "although there is a GPU: the CUDA kernels need torch" in caplog.text
 

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference import EngineConfig, Grammar, InferenceEngine, InvalidRequest, SamplingParams
+from nano_inference.drafts.costs import StepCosts
 from nano_inference.rl import replay, score
 from tests.depth import at_depth
 from tests.models.tiny import tiny_llama
 from tests.structured.vocabularies import with_tokenizer
 
+FREE = StepCosts((1, 64), (1.0, 1.0))  # for as many drafts as possible
 PROMPT = [40, 41, 42]
 PARAMS = SamplingParams(max_tokens=8, seed=3, raw_logprobs=True)
 
@@ -129,8 +131,11 @@ def test_processors_change_no_bit_of_others(
         assert sample.stop_reason == one.stop_reason
 
 
-def test_processors_see_drafts(model: Path, engine: InferenceEngine) -> None:
+def test_processors_see_drafts(
+    model: Path, engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The processor makes one token ever more likely, so drafts of it are drawn."""
+    monkeypatch.setattr("nano_inference.engine.engine.measure_costs", lambda *_: FREE)
     params = replace(PARAMS, logits_processors=("raised",), max_tokens=60)
     (alone,) = engine.generate(PROMPT, params)
     with made(model, speculation="ngram") as other:

@@ -14,10 +14,12 @@ from nano_inference import (
     SamplingParams,
     TrainingSample,
 )
+from nano_inference.drafts.costs import StepCosts
 from nano_inference.rl import differences, replay
 from tests.cli.running import write_tokenizer
 from tests.models.tiny import tiny_llama
 
+FREE = StepCosts((1, 64), (1.0, 1.0))  # for as many drafts as possible
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"
 CLOSES = b"</think>"
 
@@ -182,7 +184,10 @@ def test_forced_ids_are_the_only_ones_in_the_sampling_mask(engine: InferenceEngi
 
 
 @pytest.mark.parametrize("drafts", ["suffix", "ngram", "auto"])
-def test_drafts_change_nothing(model: Path, engine: InferenceEngine, drafts: str) -> None:
+def test_drafts_change_nothing(
+    model: Path, engine: InferenceEngine, drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nano_inference.engine.engine.measure_costs", lambda *_: FREE)
     prompt = ids_of(engine, "ababab<think>ababababab")
     params = thinking(max_tokens=60, thinking_token_budget=20, bad_words=("b", "ca"))
     (plain,) = engine.generate(prompt, params)

@@ -8,6 +8,7 @@ import pytest
 
 from nano_inference.engine.adapters import Adapters
 from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.kept_prompts import KeptPrompts
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import InvalidRequest
 from nano_inference.remote.block_link import BlockLink
@@ -20,6 +21,7 @@ OWNERS: dict[str, Any] = {
     "": EngineCore,
     "engine": InferenceEngine,
     "engine.adapter_table": Adapters,
+    "engine.kept_prompts": KeptPrompts,
     "engine.shared": SharedLoop,
     "weights": EngineWeights,
     "block_link": BlockLink,

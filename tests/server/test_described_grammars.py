@@ -175,7 +175,7 @@ def test_fields_are_described(description: Mapping[str, Any], path: str) -> None
         first, *rest = name.split(".")
         schema = described.get(first)
         if schema is None:
-            assert first in {each for *_, own in ROUTES.values() for each in own}
+            assert first in {"format"}.union(*(own for *_, own in ROUTES.values()))  # Ollama's
             continue
         for part in rest:
             schema = _object(schema)["properties"][part]

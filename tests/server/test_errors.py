@@ -15,6 +15,7 @@ INSIDE = {
     FleetError,
     NoReplica,
     errors.ConfigError,
+    errors.LacksMemory,
     errors.ModelLoadError,
     errors.RankLost,
     NanoInferenceError,

@@ -121,7 +121,7 @@ def test_anthropic_client_sets_a_budget(url: str) -> None:
             assert [each.type for each in answer.content] == ["thinking", "text"]
         # Claude Code's budget is one less than max_tokens: an answer still fits
         thinking = {"type": "enabled", "budget_tokens": 39}
-        answer = client.messages.create(**asked, thinking=thinking)
+        answer = client.messages.create(**asked, thinking=thinking, extra_body={"temperature": 0})
         assert next(each.type for each in answer.content) == "thinking"
         assert answer.usage.output_tokens == 40
         with pytest.raises(BadRequestError, match="contradict each other"):

@@ -266,10 +266,8 @@ def commit_scores(
         sample = seq.request.scored_sample
         if sample is not None and seq.num_scored == len(seq.request.scored):
             retire(seq, sequences, cache)
-            best_of_all = tuple(seq.score_best) if seq.request.num_best else None
-            done.append(
-                replace(sample, ref_logprobs=tuple(seq.scores), prompt_top_logprobs=best_of_all)
-            )
+            best = tuple(seq.score_best) if seq.request.num_best else sample.prompt_top_logprobs
+            done.append(replace(sample, ref_logprobs=tuple(seq.scores), prompt_top_logprobs=best))
     return done
 
 

@@ -62,8 +62,8 @@ def all_routes() -> list[tuple[str, str]]:
 
 
 def check_error(reply: httpx.Response, status: int) -> str:
-    """Check the form of an error and return its message: Anthropic's below /v1/messages, otherwise
-    OpenAI's.
+    """Check the form of an error and return its message: Anthropic's below /v1/messages, Ollama's
+    below /api, otherwise OpenAI's.
     """
     assert reply.status_code == status, reply.text
     assert reply.headers["x-request-id"] == reply.headers["request-id"]
@@ -72,6 +72,9 @@ def check_error(reply: httpx.Response, status: int) -> str:
         assert body["type"] == "error"
         assert body["request_id"] == reply.headers["request-id"]
         assert set(body["error"]) == {"type", "message"}
+    elif reply.url.path.startswith("/api/"):
+        assert set(body) == {"error"}
+        return body["error"]
     else:
         trainers = {"success", "message"} if reply.url.path in CONTROL else set()
         assert set(body) == {"error"} | trainers

@@ -150,6 +150,24 @@ FAMILIES = (
         'from anthropic import Anthropic\n\nclient = Anthropic(base_url="URL", api_key="KEY")',
     ),
     Family(
+        "Sessions: turns of a conversation",
+        "The server keeps a conversation as token ids. A turn sends only its new messages.",
+        (
+            "/sessions",
+            "/sessions/{name}",
+            "/sessions/{name}/tokens",
+            "/sessions/{name}/messages",
+            "/sessions/{name}/chat/completions",
+            "/sessions/{name}/fork",
+            "/sessions/{name}/prefetch",
+            "/requests",
+        ),
+        (
+            Example("/sessions", "Open a session", {"messages": _QUESTION}),
+            Example("/requests", "List open requests and why they wait"),
+        ),
+    ),
+    Family(
         "Ollama: chats and completions",
         "For Ollama's clients. Streams are lines of JSON. This server does not download or change "
         "models.",
