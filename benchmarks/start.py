@@ -22,6 +22,7 @@ from benchmarks.peers import install
 from benchmarks.peers.llama_cpp import clean_environment, gguf_of, llama_bin, quantised
 
 GLANCE = 0.004  # seconds between looks at a process
+CONTEXT = 4096  # tokens: llama.cpp allocates the KV cache of a whole context
 PROMPT = "The capital of France is"
 COLUMNS = {
     "command": lambda row: row["engine"],
@@ -72,12 +73,13 @@ def measure(options: Options, kinds: Sequence[str], cache: Path) -> list[Row]:
 
 def ours(file: Path, threads: int) -> list[str]:
     program = [sys.executable, "-m", "nano_inference", "generate", str(file), "-p", PROMPT]
-    return [*program, "--max-tokens", "1", "--temperature", "0", "--threads", str(threads)]
+    program += ["--max-model-len", str(CONTEXT), "--threads", str(threads)]
+    return [*program, "--max-tokens", "1", "--temperature", "0"]
 
 
 def llama_cli(file: Path, threads: int, cache: Path) -> list[str]:
     program = [str(llama_bin(cache) / "llama-cli"), "-m", str(file), "-p", PROMPT, "-n", "1"]
-    return [*program, "-t", str(threads), "--temp", "0", "--single-turn"]
+    return [*program, "-c", str(CONTEXT), "-t", str(threads), "--temp", "0", "--single-turn"]
 
 
 def run_once(command: Sequence[str]) -> Run:
