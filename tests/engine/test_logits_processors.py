@@ -39,6 +39,13 @@ def raised(ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
     return logits
 
 
+def sevens(ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+    logits[7] += 100
+    if len(ids) > 20:
+        raise KeyError("no such word")
+    return logits
+
+
 def failing(ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
     if len(ids) > 5:
         raise KeyError("no such word")
@@ -61,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made(model: Path, **options: object) -> InferenceEngine:
     engine = InferenceEngine(EngineConfig(str(model), **options))  # pyright: ignore
-    for processor in (unchanged, colder, without_repeats, raised):
+    for processor in (unchanged, colder, without_repeats, raised, sevens):
         engine.register_logits_processor(processor.__name__, processor)
     for name, (function, _) in BROKEN.items():
         engine.register_logits_processor(name, function)
@@ -145,6 +152,21 @@ def test_processors_see_drafts(
         assert speculation.num_accepted > 0
     assert drafted.completion_tokens == alone.completion_tokens
     assert drafted.logprobs == alone.logprobs
+
+
+def test_failure_behind_a_draft_waits_for_its_turn(
+    model: Path, engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step draws several tokens ahead, and the processor fails only at the last of them."""
+    monkeypatch.setattr("nano_inference.engine.engine.measure_costs", lambda *_: FREE)
+    params = replace(PARAMS, logits_processors=("sevens",), max_tokens=60)
+    prompt = [7] * 6  # drafts repeat it
+    (alone,) = engine.generate(prompt, params)
+    with made(model, speculation="ngram") as other:
+        (drafted,) = other.generate(prompt, params)
+    assert alone.completion_tokens == drafted.completion_tokens == (7,) * 15
+    assert drafted.stop_reason == alone.stop_reason
+    assert "no such word" in str(alone.stop_reason)
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -768,18 +768,27 @@ def draw_without_the_failing(draw: Callable[[Chunks], Any], chunks: Chunks) -> I
     """Draw a step's samples without those that make `draw` raise.
 
     Call this after `draw` of all samples has raised. A draw does not depend on its neighbors, so
-    the remaining samples keep their exact bits.
+    the remaining samples keep their exact bits. A draw behind a draft that raises is left out: the
+    draft may be wrong, and if it is right, the next step draws there again.
 
     Raise the error of `draw` if it fails for all remaining samples together, or if the device
     failed.
     """
     failed: dict[Sequence, Finish] = {}
-    for seq, places in groupby(range(len(chunks.sampled)), chunks.sampled.__getitem__):
-        try:
-            draw(chunks.drawing(list(places))).wait()
-        except Exception as problem:
-            if is_device_failure(problem):
-                raise
-            failed[seq] = failure(seq, "the draw", problem)
-    left = chunks.drawing([i for i, seq in enumerate(chunks.sampled) if seq not in failed])
+    drawn: list[int] = []
+    for seq, group in groupby(range(len(chunks.sampled)), chunks.sampled.__getitem__):
+        places = list(group)
+        while places:
+            try:
+                draw(chunks.drawing(places)).wait()
+                break
+            except Exception as problem:
+                if is_device_failure(problem):
+                    raise
+                if places[-1] in chunks.behind:
+                    places.pop()
+                else:
+                    places, failed[seq] = [], failure(seq, "the draw", problem)
+        drawn += places
+    left = chunks.drawing(drawn)
     return Isolated(left, draw(left), list(failed.items()))
