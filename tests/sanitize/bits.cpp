@@ -385,7 +385,7 @@ void heads() {
       logits.add(all);
       std::vector<int64_t> rows, top_k, keys, tokens(R), top(3 * R), entry_rows{1, 3, 6}, entry_ids{7, vocab - 1, 5}, targets, mask_rows(R, -1);
       std::vector<double> temperature;
-      std::vector<float> top_p, min_p, presence, frequency, repetition, values{3, -2, 1}, logprobs(R), raw(R), mass(R), best(3 * R);
+      std::vector<float> top_p, min_p, presence, frequency, repetition, values{3, -2, 1}, logprobs(R), raw(R), mass(R), best(3 * R), named(6);
       for (int64_t i = 0; i < R; i++) {
         rows.push_back(i % N), top_k.push_back(i % 4 == 2 ? 5 + i : 0), temperature.push_back(i % 5 == 1 ? 0 : 0.3 + 0.2 * double(i));
         top_p.push_back(i % 3 ? 1.f : 0.8f), min_p.push_back(i % 6 == 4 ? 0.05f : 0.f), presence.push_back(i == 3 ? 0.5f : 0.f);
@@ -398,11 +398,11 @@ void heads() {
       std::vector<uint8_t> kept(size_t(R * vocab));
       const Entries some{entry_rows.data(), entry_ids.data(), values.data(), 3}, none{nullptr, nullptr, nullptr, 0};
       const DrawBatch batch{R, rows.data(), temperature.data(), {top_k.data(), top_p.data(), min_p.data()}, presence.data(), frequency.data(),
-                            repetition.data(), keys.data(), some, none, some, mask_rows.data(), mask_words.data(), 1,
+                            repetition.data(), keys.data(), some, none, some, some, mask_rows.data(), mask_words.data(), 1,
                             int64_t(mask_words.size()), 1, 3, tokens.data(), logprobs.data(), raw.data(), mass.data(), kept.data(),
-                            top.data(), best.data()};
+                            top.data(), best.data(), named.data()};
       require(nano_draw(&input, &batch));
-      drawn.add(tokens), drawn.add(logprobs), drawn.add(raw), drawn.add(mass), drawn.add(kept), drawn.add(top), drawn.add(best);
+      drawn.add(tokens), drawn.add(logprobs), drawn.add(raw), drawn.add(mass), drawn.add(kept), drawn.add(top), drawn.add(best), drawn.add(named);
       std::vector<double> warm;
       for (double t : temperature) warm.push_back(t + 0.5);
       const ScoreBatch score{R, rows.data(), targets.data(), warm.data(), logprobs.data()};

@@ -192,7 +192,7 @@ class Model {
     constexpr int64_t R = 5;
     std::vector<int64_t> rows(R, row), top_k{0, 0, 5, 0, 3}, keys, entry_rows{1, 3}, entry_ids{7, s.vocab - 1}, ban_rows{0, 3, 4}, ban_ids{2, 7, s.vocab - 1}, tokens(R), top(2 * R);
     std::vector<double> temperature{1, 0, 1, 0.7, 2};
-    std::vector<float> top_p{1, 1, 1, 0.9f, 0.8f}, zero(R, 0.f), one(R, 1.f), values{3, -2}, logprobs(R), raw(R), mass(R), best(2 * R);
+    std::vector<float> top_p{1, 1, 1, 0.9f, 0.8f}, zero(R, 0.f), one(R, 1.f), values{3, -2}, logprobs(R), raw(R), mass(R), best(2 * R), named(4);
     std::vector<int64_t> mask_rows{-1, 0, -1, 0, -1};
     std::vector<int32_t> mask_words(size_t((s.vocab + 31) / 32), 0x55555555);
     mask_words.back() &= int32_t((1ull << (s.vocab - (int64_t(mask_words.size()) - 1) * 32)) - 1);
@@ -201,8 +201,8 @@ class Model {
     const Entries some{entry_rows.data(), entry_ids.data(), values.data(), 2}, none{nullptr, nullptr, nullptr, 0.f};
     const Entries bans{ban_rows.data(), ban_ids.data(), zero.data(), 3};
     const DrawBatch batch{R, rows.data(), temperature.data(), top_k.data(), top_p.data(), zero.data(), zero.data(), zero.data(),
-                          one.data(), keys.data(), some, bans, none, mask_rows.data(), mask_words.data(), 1, int64_t(mask_words.size()), 1, 2, tokens.data(), logprobs.data(),
-                          raw.data(), mass.data(), kept.data(), top.data(), best.data()};
+                          one.data(), keys.data(), some, bans, none, some, mask_rows.data(), mask_words.data(), 1, int64_t(mask_words.size()), 1, 2, tokens.data(), logprobs.data(),
+                          raw.data(), mass.data(), kept.data(), top.data(), best.data(), named.data()};
     if (int problem = nano_draw(&input, &batch)) std::printf("draw %d\n", problem), std::exit(1);
     for (int64_t token : tokens)
       if (token < 0 || token >= s.vocab) std::printf("token %ld\n", long(token)), std::exit(1);
@@ -215,7 +215,7 @@ class Model {
     const size_t R = size_t(batch.num_samples);
     std::vector<int64_t> top_k(R, 0), tokens(R), other_tokens(R);
     std::vector<float> top_p(R, 1.f), logprobs(R), other_logprobs(R), unused(2 * R);
-    batch.filters.top_k = top_k.data(), batch.filters.top_p = top_p.data(), batch.kept = nullptr, batch.num_top = 0;
+    batch.filters.top_k = top_k.data(), batch.filters.top_p = top_p.data(), batch.kept = nullptr, batch.num_top = 0, batch.named.count = 0;
     batch.raw_logprobs = unused.data(), batch.log_kept_mass = unused.data() + R;
     batch.token_ids = tokens.data(), batch.logprobs = logprobs.data();
     if (nano_draw(&input, &batch)) std::exit(1);
