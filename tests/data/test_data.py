@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from nano_inference import (
     ConfigError,
+    LogprobMatrix,
     NanoInferenceError,
     RoutedExperts,
     SamplingParams,
@@ -68,6 +69,9 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         cache_salt=draw(st.none() | st.text()),
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
         routed_experts=draw(st.booleans()),
+        thinking_token_budget=draw(st.none() | st.integers(0, 2**40)),
+        bad_words=draw(st.lists(st.text(min_size=1), max_size=2)),
+        logprob_token_ids=draw(st.lists(ids, max_size=3, unique=True)),
     )
 
 
@@ -80,6 +84,14 @@ def routed_experts(draw: st.DrawFn) -> RoutedExperts:
     return RoutedExperts(shape, dtype, draw(st.binary(min_size=length, max_size=length)))  # pyright: ignore[reportArgumentType]
 
 
+@st.composite
+def matrices(draw: st.DrawFn) -> LogprobMatrix:
+    """Generate any bits, also those of infinities and NaN."""
+    shape = draw(st.tuples(*[st.integers(0, 4)] * 2))
+    length = 4 * math.prod(shape)
+    return LogprobMatrix(shape, draw(st.binary(min_size=length, max_size=length)))
+
+
 def values(annotation: Any) -> st.SearchStrategy[Any]:
     """Generate any value of a field's type."""
     arguments = typing.get_args(annotation)
@@ -87,6 +99,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return ATOMS[annotation]
     if annotation is SamplingParams:
         return sampling_params()
+    if annotation is LogprobMatrix:
+        return matrices()
     if annotation is RoutedExperts:
         return routed_experts()
     if annotation is types.NoneType:

@@ -33,7 +33,7 @@ def url() -> Iterator[str]:
 
 @pytest.mark.thorough
 def test_blocks_run_and_create_their_files(url: str, tmp_path: Path) -> None:
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
     command = tmp_path / "bin" / "nano-inference"
     command.parent.mkdir()
     entry = "from nano_inference.cli import app; app()"
