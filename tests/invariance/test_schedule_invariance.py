@@ -71,8 +71,8 @@ params = st.builds(
     cache_salt=st.sampled_from([None, None, "salt"]),
     priority=st.sampled_from([0, 0, 0, 1]),
     grammar=st.sampled_from([None, None, *GRAMMARS]),
-    logprob_token_ids=st.sampled_from([(), (), (7,), (899, 3, 40)]),
-    prompt_logprob_token_ids=st.sampled_from([(), (), ((5, 898),)]),
+    logprob_token_ids=st.sampled_from([(), (), (7,), (299, 3, 40)]),
+    prompt_logprob_token_ids=st.sampled_from([(), (), ((5, 298),)]),
 )
 
 
