@@ -110,7 +110,7 @@ def test_divergence_equals_logprobs_of_all_tokens(
     expected = torch.autograd.grad((torch.cat(wanted) * weights).sum(), params)
     gradients = torch.autograd.grad((torch.cat(values) * weights).sum(), params)
     for one, other in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+        assert (one - other).norm() <= 1e-4 * other.norm()  # of a whole parameter: float32 sums
 
 
 def test_divergence_from_itself_is_0(models: tuple[PolicyModel, PolicyModel]) -> None:

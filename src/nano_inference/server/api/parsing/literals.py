@@ -59,22 +59,12 @@ class LiteralReader(TextReader):
     def _items(self, notation: Notation, close: str, say: Say, depth: int) -> Steps:
         """Read the values of a list, up to its end."""
         say("[")
-        is_first = True
-        while (yield from self._space([])):
-            if (yield from self._take(close)):
-                say("]")
-                return True
-            if not is_first:
-                if not (yield from self._take(",")):
-                    return False
-                yield from self._space([])
-                if (yield from self._sees(close)):
-                    continue  # a comma after the last value
-                say(", ")
-            is_first = False
-            if not (yield from self._literal(notation, say, depth + 1)):
-                return False
-        return False
+        if not (
+            yield from self._separated(close, say, lambda: self._literal(notation, say, depth + 1))
+        ):
+            return False
+        say("]")
+        return True
 
     def _members(
         self,
@@ -87,11 +77,27 @@ class LiteralReader(TextReader):
         depth: int = 0,
     ) -> Steps:
         """Read keys and values, up to the text that closes them."""
+
+        def member() -> Steps:
+            if not (yield from self._key(notation, say, bare=bare_keys)):
+                return False
+            yield from self._space([])
+            if not (yield from self._take(assign)):
+                return False
+            say(": ")
+            return (yield from self._literal(notation, say, depth))
+
         say("{")
+        if not (yield from self._separated(close, say, member)):
+            return False
+        say("}")
+        return True
+
+    def _separated(self, close: str, say: Say, item: Callable[[], Steps]) -> Steps:
+        """Read items with commas between them, up to `close`. A comma may follow the last item."""
         is_first = True
         while (yield from self._space([])):
             if (yield from self._take(close)):
-                say("}")
                 return True
             if not is_first:
                 if not (yield from self._take(",")):
@@ -101,13 +107,7 @@ class LiteralReader(TextReader):
                     continue
                 say(", ")
             is_first = False
-            if not (yield from self._key(notation, say, bare=bare_keys)):
-                return False
-            yield from self._space([])
-            if not (yield from self._take(assign)):
-                return False
-            say(": ")
-            if not (yield from self._literal(notation, say, depth)):
+            if not (yield from item()):
                 return False
         return False
 

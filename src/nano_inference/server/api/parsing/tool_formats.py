@@ -197,6 +197,30 @@ _MARKER = re.compile(r"<[^<>\n]+>|\[[A-Z_]+\]")  # markers within a longer text
 
 _TOOL_CALL = "<tool_call>"
 
+
+def _dsml(section: str) -> ToolFormat:
+    """Return the format of DeepSeek's markup language with this name of a section of calls."""
+    return ToolFormat(
+        begin=f"<\uff5cDSML\uff5c{section}>",
+        sign=rf"\uff5cDSML\uff5c[\s\S]*{section}",
+        call=NamedCall(
+            TaggedArguments(
+                '<\uff5cDSML\uff5cparameter name="',
+                '" string="',
+                "</\uff5cDSML\uff5cparameter>",
+                typed=('true">', 'false">'),
+            ),
+            before='<\uff5cDSML\uff5cinvoke name="',
+            after='">',
+            close="</\uff5cDSML\uff5cinvoke>",
+        ),
+        end=f"</\uff5cDSML\uff5c{section}>",
+        opening="\n",
+        joint="\n",
+        closing=f"\n</\uff5cDSML\uff5c{section}>",
+    )
+
+
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     # Qwen 2.5 and 3, Hermes 2 and 3, Granite 4 (templates of the models)
     "hermes": ToolFormat(
@@ -279,45 +303,9 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         closing="<\uff5ctool▁calls▁end\uff5c>",
     ),
     # DeepSeek V3.2 (encoding_dsv32.py of the model); vLLM deepseek_v32
-    "deepseek_v32": ToolFormat(
-        begin="<\uff5cDSML\uff5cfunction_calls>",
-        sign=r"\uff5cDSML\uff5c[\s\S]*function_calls",
-        call=NamedCall(
-            TaggedArguments(
-                '<\uff5cDSML\uff5cparameter name="',
-                '" string="',
-                "</\uff5cDSML\uff5cparameter>",
-                typed=('true">', 'false">'),
-            ),
-            before='<\uff5cDSML\uff5cinvoke name="',
-            after='">',
-            close="</\uff5cDSML\uff5cinvoke>",
-        ),
-        end="</\uff5cDSML\uff5cfunction_calls>",
-        opening="\n",
-        joint="\n",
-        closing="\n</\uff5cDSML\uff5cfunction_calls>",
-    ),
+    "deepseek_v32": _dsml("function_calls"),
     # DeepSeek V4 (template); vLLM deepseek_v4
-    "deepseek_v4": ToolFormat(
-        begin="<\uff5cDSML\uff5ctool_calls>",
-        sign=r"\uff5cDSML\uff5c[\s\S]*tool_calls",
-        call=NamedCall(
-            TaggedArguments(
-                '<\uff5cDSML\uff5cparameter name="',
-                '" string="',
-                "</\uff5cDSML\uff5cparameter>",
-                typed=('true">', 'false">'),
-            ),
-            before='<\uff5cDSML\uff5cinvoke name="',
-            after='">',
-            close="</\uff5cDSML\uff5cinvoke>",
-        ),
-        end="</\uff5cDSML\uff5ctool_calls>",
-        opening="\n",
-        joint="\n",
-        closing="\n</\uff5cDSML\uff5ctool_calls>",
-    ),
+    "deepseek_v4": _dsml("tool_calls"),
     # Kimi K2 (template and docs/tool_call_guidance.md of the model); vLLM kimi_k2
     "kimi_k2": ToolFormat(
         begin="<|tool_calls_section_begin|>",
