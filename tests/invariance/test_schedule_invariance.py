@@ -94,9 +94,12 @@ def requests(draw: Any) -> list[Request]:
         wanted = draw(params)
         if wanted.thinking_token_budget is not None and draw(st.sampled_from([True, True, False])):
             tail += opening_ids()
+        prompt = tuple(head + tail)
+        if len(prompt) == 1:  # no position follows a first token
+            wanted = replace(wanted, prompt_logprob_token_ids=())
         work.append(
             Request(
-                prompt=tuple(head + tail),
+                prompt=prompt,
                 params=wanted,
                 num_samples=draw(st.sampled_from([1, 1, 2, 4])),
                 arrives=draw(st.sampled_from([0, 0, 1, 4])),
