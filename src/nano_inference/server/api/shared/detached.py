@@ -67,11 +67,6 @@ class Detached:
         finally:
             self._waiting.discard(news)
 
-    @property
-    def num_events(self) -> int:
-        """Number of events so far."""
-        return len(self._events)
-
     def reader(self, number: int = 0) -> "Reader":
         """Return a reader of the events from this number on."""
         return Reader(self._events, self._waiting, number, lambda: self.is_running)
