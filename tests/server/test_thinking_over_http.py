@@ -117,7 +117,7 @@ def test_anthropic_client_sets_a_budget(url: str) -> None:
         asked: Any = {"model": "any", "messages": ASKED, "max_tokens": 40}
         for kind in ("enabled", "adaptive"):
             thinking: Any = {"type": kind, "budget_tokens": BUDGET}
-            answer = client.messages.create(**asked, thinking=thinking)
+            answer = client.messages.create(**asked, thinking=thinking, extra_body={"seed": 1})
             assert [each.type for each in answer.content] == ["thinking", "text"]
         # Claude Code's budget is one less than max_tokens: an answer still fits
         thinking = {"type": "enabled", "budget_tokens": 39}
@@ -134,7 +134,7 @@ def test_anthropic_budget_is_harmless_without_thoughts(plain_url: str) -> None:
     with Anthropic(base_url=plain_url, api_key="none", max_retries=0) as client:
         thinking: Any = {"type": "enabled", "budget_tokens": 1024}
         answer = client.messages.create(
-            model="any", messages=ASKED, max_tokens=8, thinking=thinking
+            model="any", messages=ASKED, max_tokens=8, thinking=thinking, extra_body={"seed": 1}
         )
     assert [each.type for each in answer.content] == ["text"]
 
