@@ -76,7 +76,7 @@ test-slow: $(INSTALLED) $(GEMMA) $(SDKS) $(AGENTS) $(TRL) $(RL_CLIENTS) $(VERL) 
 	$(BIN)/python -m pytest -m slow --tier all tests
 	$(MAKE) parity simulate mutants
 
-test-sdks: $(SDKS) $(AGENTS) ## of these, those with dspy, instructor, LiteLLM, ollama, openai-agents, pydantic-ai and smolagents
+test-sdks: $(SDKS) $(AGENTS) ## of these, those with dspy, instructor, LangChain, LiteLLM, ollama, openai-agents, pydantic-ai and smolagents
 	$(BIN)/python -m pytest -m slow tests/server/clients
 
 test-trl: $(TRL) ## those with TRL
@@ -172,10 +172,10 @@ $(AGENTS): $(INSTALLED)
 
 # LiteLLM wants an older openai than the tests of that client do.
 $(SDKS): $(INSTALLED)
-	@echo "Installing dspy, instructor, LiteLLM, ollama, pydantic-ai and smolagents into $(VENV)/sdks."
+	@echo "Installing dspy, instructor, LangChain, LiteLLM, ollama, pydantic-ai and smolagents into $(VENV)/sdks."
 	@$(PYTHON) -m venv $(VENV)/sdks
 	@$(VENV)/sdks/bin/python -m pip $(QUIET) install dspy "instructor[anthropic]" litellm mcp ollama==0.6.3 \
-		"pydantic-ai-slim[anthropic,openai]" "smolagents[openai]"
+		langchain langchain-anthropic langchain-openai "pydantic-ai-slim[anthropic,openai]" "smolagents[openai]"
 	@touch $(SDKS)
 
 # Trainers and their clients want other versions than the tests do, too. Torch goes first, so that its choice holds.
