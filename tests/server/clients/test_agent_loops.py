@@ -61,7 +61,7 @@ def test_loop_of_six_turns_ends_on_a_scripted_model(tmp_path: Path, client: str)
     engine.max_model_len = 1 << 14
     with running_server(engine) as url:
         seen = outcomes(url, "scripted", client, "free")
-    assert seen == dict.fromkeys(CLIENTS[client], [*CITIES, "Done."])
+    assert seen == {way: [*CITIES, "Done."] for way in CLIENTS[client]}
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def test_claude_code_runs_its_tools(tmp_path: Path) -> None:
     home, project = tmp_path / "home", tmp_path / "project"
     home.mkdir()
     project.mkdir()
-    calls = [json.dumps({"name": name, "arguments": given}) for name, given in calls_in(project)]
+    calls = [json.dumps({"name": name, "arguments": values}) for name, values in calls_in(project)]
     says = [f"<think>\nHm.\n</think>\n\n<tool_call>\n{call}\n</tool_call>" for call in calls]
     turns = chain(says, repeat("All done."))
     engine = ScriptedClient(
@@ -45,13 +45,13 @@ def test_claude_code_runs_its_tools(tmp_path: Path) -> None:
         max_model_len=1_000_000,
     )
     with running_server(engine) as url:
-        given = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "none"}
+        server = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "none"}
         quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "CLAUDE_CONFIG_DIR": str(home)}
         options = ["--model", "scripted", "--allowedTools", "Bash", "Read", "Edit", "Grep"]
         ran = subprocess.run(
             [CLAUDE, "-p", "Make a file.", *options],
             cwd=project,
-            env=os.environ | given | quiet,
+            env=os.environ | server | quiet,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

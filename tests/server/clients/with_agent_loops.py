@@ -82,13 +82,14 @@ def langchain() -> Any:
         if not FORCED:
             agent = create_agent(model, [weather])
             return agent.invoke({"messages": [HumanMessage(ASKED)]})["messages"][-1].text
-        bound = model.bind_tools([weather], tool_choice="any", parallel_tool_calls=False)
+        one: Any = {"tool_choice": "any", "parallel_tool_calls": False, "strict": True}
+        bound = model.bind_tools([weather], **one)
         history: list[Any] = [HumanMessage(ASKED)]
         for _ in CITIES:
             answer = bound.invoke(history)
             (call,) = answer.tool_calls
-            told = ToolMessage(weather(call["args"]["city"]), tool_call_id=call["id"])
-            history += [answer, told, HumanMessage(ASKED)]
+            result = ToolMessage(weather(call["args"]["city"]), tool_call_id=call["id"])
+            history += [answer, result, HumanMessage(ASKED)]
         return "Done."
 
     return {name: (lambda model=model: loop(model)) for name, model in models.items()}
@@ -109,8 +110,8 @@ def smolagents() -> Any:
             return weather(city)  # pyright: ignore[reportArgumentType]
 
     def loop(stream: bool) -> str:
-        given = {"name": "weather", "description": "Look it up.", "parameters": SCHEMA}
-        strict = {"type": "function", "function": given | {"strict": True}}
+        function = {"name": "weather", "description": "Look it up.", "parameters": SCHEMA}
+        strict = {"type": "function", "function": function | {"strict": True}}
         only: Any = {"parallel_tool_calls": False, "tools": [strict]} if FORCED else {}
         model = OpenAIModel(MODEL, api_base=f"{URL}/v1", api_key="none", max_tokens=200, **only)
         options: Any = {"verbosity_level": LogLevel.OFF, "stream_outputs": stream}
@@ -131,24 +132,24 @@ def anthropic() -> Any:
     def loop(stream: bool) -> str:
         client = Anthropic(base_url=URL, api_key="none", max_retries=0)
         tool = {"name": "weather", "description": "Look it up.", "input_schema": SCHEMA}
-        given: Any = {"model": MODEL, "max_tokens": 200, "tools": [tool]}
-        given |= {"tool_choice": {"type": "any"}} if FORCED else {}
+        options: Any = {"model": MODEL, "max_tokens": 200, "tools": [tool]}
+        options |= {"tool_choice": {"type": "any"}} if FORCED else {}
         history: list[Any] = [{"role": "user", "content": ASKED}]
         while True:
             if stream:
-                with client.messages.stream(messages=history, **given) as events:
+                with client.messages.stream(messages=history, **options) as events:
                     answer = events.get_final_message()
             else:
-                answer = client.messages.create(messages=history, **given)
+                answer = client.messages.create(messages=history, **options)
             history.append({"role": "assistant", "content": answer.content})
             calls = [part for part in answer.content if part.type == "tool_use"]
             if not calls:
                 return "".join(part.text for part in answer.content if part.type == "text")
-            told = [
+            results = [
                 {"type": "tool_result", "tool_use_id": call.id, "content": weather(**call.input)}
                 for call in calls
             ]
-            history.append({"role": "user", "content": told})
+            history.append({"role": "user", "content": results})
             if FORCED and len(ran) == len(CITIES):
                 return "Done."
 
