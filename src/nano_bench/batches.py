@@ -159,8 +159,11 @@ class Reader:
         body = content.get("body")
         if not isinstance(body, dict):
             raise Failed("invalid_body", f"line {number}: body must be an object.")
-        if body.get("stream"):
-            raise Failed("invalid_body", f"line {number}: stream is not supported; leave it out.")
+        for name in ("stream", "background"):
+            if body.get(name):
+                raise Failed(
+                    "invalid_body", f"line {number}: {name} is not supported; leave it out."
+                )
         if self.seed is not None and url in SEEDED and body.get("seed") is None:
             body = {**body, "seed": _seed(self.seed, custom_id)}
         return Line(number, custom_id, url, json.dumps(body).encode())

@@ -239,6 +239,14 @@ def test_line_that_is_too_long_is_an_error_row(
     assert read[1].error["error"]["code"] == "line_too_long"
 
 
+@pytest.mark.parametrize("name", ["stream", "background"])
+def test_answer_that_comes_in_parts_is_rejected(name: str) -> None:
+    read = batches.Reader(URLS).read(3, line("a", **{name: True}).encode())
+    assert read.error is not None
+    assert f"line 3: {name} is not supported" in json.dumps(read.error)
+    assert batches.Reader(URLS).read(3, line("a", **{name: False}).encode()).error is None
+
+
 def test_seeds_follow_from_the_custom_id() -> None:
     def seeds(seed: int | None) -> list[Any]:
         reader = Reader(URLS, seed)
