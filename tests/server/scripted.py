@@ -1,8 +1,9 @@
 """A scripted engine for tests of protocols, tools and faults without a model."""
 
 import asyncio
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,14 @@ THINKS_AND_CALLS = (
     "<think>\nWhat is asked? The weather.\n</think>\n\n"
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>'
 )
+
+
+def calling(calls: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Return an answer per call, by name and arguments, in the format of `TEMPLATE`."""
+    texts = [json.dumps({"name": name, "arguments": values}) for name, values in calls]
+    return [f"<think>\nHm.\n</think>\n\n<tool_call>\n{text}\n</tool_call>" for text in texts]
+
+
 TOOLS: Any = [
     {
         "type": "function",

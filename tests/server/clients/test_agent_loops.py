@@ -6,16 +6,13 @@ calls on a small one.
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 
 import pytest
 
-from nano_inference import EngineConfig
-from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
-from tests.server.scripted import TEMPLATE, Script, ScriptedClient, with_template
+from tests.server.scripted import TEMPLATE, Script, ScriptedClient, calling, with_template
 
 PYTHON = Path(sys.prefix) / "sdks" / "bin" / "python"
 SCRIPT = Path(__file__).with_name("with_agent_loops.py")
@@ -37,21 +34,11 @@ def outcomes(*arguments: str) -> dict[str, list[str]]:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def small_model() -> Iterator[str]:
-    served = ServerConfig(port=0, in_process=True, tool_format="hermes")
-    config = EngineConfig("smollm2-135m", kv_cache_memory=256 << 20, seed=0)
-    with running_server(config, served) as url:
-        yield url
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it")
 @pytest.mark.parametrize("client", CLIENTS)
 def test_loop_of_six_turns_ends_on_a_scripted_model(tmp_path: Path, client: str) -> None:
-    calls: list[tuple[str, object]] = [("weather", {"city": city}) for city in CITIES]
-    says = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
-    turns = [f"<think>\nHm.\n</think>\n\n<tool_call>\n{call}\n</tool_call>" for call in says]
+    turns = calling(("weather", {"city": city}) for city in CITIES)
     final = {"name": "final_answer", "arguments": {"answer": "Done."}}
     answer = f"<tool_call>\n{json.dumps(final)}\n</tool_call>"
     script = cycle([*turns, answer if client == "smolagents" else "Done."])

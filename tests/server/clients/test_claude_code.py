@@ -2,7 +2,6 @@
 of six turns that runs commands and edits a file.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from nano_inference.server.main import running_server
-from tests.server.scripted import TEMPLATE, Script, ScriptedClient, with_template
+from tests.server.scripted import TEMPLATE, Script, ScriptedClient, calling, with_template
 
 CLAUDE = shutil.which("claude")
 
@@ -36,9 +35,7 @@ def test_claude_code_runs_its_tools(tmp_path: Path) -> None:
     home, project = tmp_path / "home", tmp_path / "project"
     home.mkdir()
     project.mkdir()
-    calls = [json.dumps({"name": name, "arguments": values}) for name, values in calls_in(project)]
-    says = [f"<think>\nHm.\n</think>\n\n<tool_call>\n{call}\n</tool_call>" for call in calls]
-    turns = chain(says, repeat("All done."))
+    turns = chain(calls := calling(calls_in(project)), repeat("All done."))
     engine = ScriptedClient(
         lambda *_: Script(next(turns)),
         tokenizer_folder=with_template(tmp_path / "tokenizer", TEMPLATE),

@@ -2,7 +2,6 @@
 that runs commands in a folder.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nano_inference.server.main import running_server
-from tests.server.scripted import TEMPLATE, Script, ScriptedClient, with_template
+from tests.server.scripted import TEMPLATE, Script, ScriptedClient, calling, with_template
 
 CODEX = shutil.which("codex")
 CALLS = (
@@ -38,9 +37,7 @@ wire_api = "responses"
 @pytest.mark.skipif(CODEX is None, reason="Codex CLI is not installed")
 def test_codex_runs_its_commands(tmp_path: Path) -> None:
     assert CODEX is not None
-    calls = [json.dumps({"name": name, "arguments": given}) for name, given in CALLS]
-    says = [f"<think>\nHm.\n</think>\n\n<tool_call>\n{call}\n</tool_call>" for call in calls]
-    turns = chain(says, repeat("All done."))
+    turns = chain(calling(CALLS), repeat("All done."))
     engine = ScriptedClient(
         lambda *_: Script(next(turns)),
         tokenizer_folder=with_template(tmp_path / "tokenizer", TEMPLATE),

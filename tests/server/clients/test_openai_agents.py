@@ -16,7 +16,7 @@ import pytest
 from nano_inference import EngineConfig
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
-from tests.server.scripted import TEMPLATE, Script, ScriptedClient, with_template
+from tests.server.scripted import TEMPLATE, Script, ScriptedClient, calling, with_template
 
 PYTHON = Path(sys.prefix) / "agents" / "bin" / "python"
 SCRIPT = Path(__file__).with_name("with_openai_agents.py")
@@ -32,9 +32,7 @@ RAN = ["weather Rome", "shell ls", "create_file a.txt", "query SELECT 1", "weath
 
 @contextmanager
 def scripted_server(folder: Path) -> Iterator[str]:
-    calls = [json.dumps({"name": name, "arguments": given}) for name, given in CALLS]
-    says = [f"<think>\nHm.\n</think>\n\n<tool_call>\n{call}\n</tool_call>" for call in calls]
-    turns = cycle([*says, "Done."])
+    turns = cycle([*calling(CALLS), "Done."])
     engine = ScriptedClient(
         lambda *_: Script(next(turns)), tokenizer_folder=with_template(folder, TEMPLATE)
     )

@@ -6,14 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from nano_inference import EngineConfig
-from nano_inference.server.config import ServerConfig
-from nano_inference.server.main import running_server
 
 PYTHON = Path(sys.prefix) / "sdks" / "bin" / "python"
 # client -> its methods
@@ -26,22 +21,14 @@ CLIENTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    served = ServerConfig(port=0, in_process=True, tool_format="hermes")
-    config = EngineConfig("smollm2-135m", kv_cache_memory=256 << 20, seed=0)
-    with running_server(config, served) as url:
-        yield url
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it")
 @pytest.mark.parametrize("client", CLIENTS)
-def test_clients_schemas_give_valid_output(url: str, client: str) -> None:
+def test_clients_schemas_give_valid_output(small_model: str, client: str) -> None:
     script = Path(__file__).with_name(f"with_{client}.py")
     local = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # would access the network
     ran = subprocess.run(
-        [PYTHON, script, url], capture_output=True, text=True, env=local, timeout=300
+        [PYTHON, script, small_model], capture_output=True, text=True, env=local, timeout=300
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     pets = json.loads(ran.stdout.splitlines()[-1])
