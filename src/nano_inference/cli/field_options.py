@@ -2,9 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -107,7 +106,7 @@ def _option(field: "Field[Any]", shown: str | None) -> Any:
     if aliases := settings.pop("aliases", None):
         names = [str(choice) for choice in choices(field) if choice is not None]
         settings |= {
-            "parser": partial(_choice, names, aliases),
+            "parser": _choice_of(names, aliases),
             "metavar": "|".join(names),
             "autocompletion": lambda: [*names, *aliases],
         }
@@ -159,9 +158,13 @@ def _duration(text: str | float) -> float:
         raise typer.BadParameter(str(problem)) from problem
 
 
-def _choice(names: list[str], aliases: Mapping[str, str], text: str) -> str:
-    """Return the choice that a text names, directly or by an alias."""
-    name = aliases.get(text.lower(), text)
-    if name not in names:
-        raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, names))}.")
-    return name
+def _choice_of(names: list[str], aliases: Mapping[str, str]) -> Callable[[str], str]:
+    """Return a parser of a text that names a choice, directly or by an alias."""
+
+    def choice(text: str) -> str:  # typer 0.20 needs the name of a parser: no `partial`
+        name = aliases.get(text.lower(), text)
+        if name not in names:
+            raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, names))}.")
+        return name
+
+    return choice
