@@ -42,6 +42,8 @@ class Request:
     arrives: int = 0  # step
     aborted: int | None = None  # step
     turn_of: int | None = None  # earlier request whose place in the queue it takes
+    prefetched: bool = False  # its prompt's blocks, in the step before it arrives
+    released: int | None = None  # step that lets its prompt's blocks go
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,15 @@ def real_drafts(engine: InferenceEngine, kind: Drafts, most: int) -> Drafter | N
     return None
 
 
+def keep(engine: InferenceEngine, request: Request, step: int) -> None:
+    """Prefetch or release a request's prompt if it is time."""
+    salt = request.params.cache_salt
+    if request.prefetched and step == max(0, request.arrives - 1):
+        engine.kept_prompts.prefetch(request.prompt, cache_salt=salt)
+    if request.released == step:
+        engine.kept_prompts.release(request.prompt, cache_salt=salt)
+
+
 def run(
     model: Path,
     dtype: str,
@@ -222,11 +233,12 @@ def run(
         ids: dict[int, int] = {}
         set_drafts(engine, schedule, known, ids)
         samples: list[TrainingSample] = []
-        last = max([0] + [r.arrives for r in requests] + [r.aborted or 0 for r in requests])
+        last = max([0] + [max(r.arrives, r.aborted or 0, r.released or 0) for r in requests])
         for step in range(MOST_STEPS):
             if step > last and not engine.has_pending():
                 break
             for index, request in enumerate(requests):
+                keep(engine, request, step)
                 if request.arrives == step:
                     options = {"turn_of": request.turn_of}
                     request_id = engine.add_request(

@@ -85,11 +85,15 @@ def opening_ids() -> list[int]:
 
 @st.composite
 def requests(draw: Any) -> list[Request]:
-    """Generate up to six requests. Many share a stem, and some span several key tiles."""
+    """Generate up to six requests. Many share a stem, some fork an earlier request's prompt, and
+    some span several key tiles.
+    """
     stem = draw(st.lists(st.integers(3, 299), min_size=40, max_size=40)) * 4
     work: list[Request] = []
     for _ in range(draw(st.integers(2, 6))):
         head = stem[: draw(st.sampled_from([0, 1, 16, 33, 64, 70, 130, 160]))]
+        if work and draw(st.sampled_from([False, False, True])):
+            head = list(draw(st.sampled_from(work)).prompt)  # a fork
         tail = draw(st.lists(st.integers(3, 299), min_size=1, max_size=20))
         wanted = draw(params)
         if wanted.thinking_token_budget is not None and draw(st.sampled_from([True, True, False])):
@@ -105,6 +109,8 @@ def requests(draw: Any) -> list[Request]:
                 arrives=draw(st.sampled_from([0, 0, 1, 4])),
                 aborted=draw(st.sampled_from([None, None, None, None, 5])),
                 turn_of=draw(st.sampled_from([None, None, 0, 1])),
+                prefetched=draw(st.sampled_from([False, False, True])),
+                released=draw(st.sampled_from([None, None, None, 2, 6])),
             )
         )
     return work

@@ -148,6 +148,7 @@ class ScriptedClient(EngineClient):
             "get_weight_version": 0,
             "take_in": None,
             "embed": [bytes(8)],
+            "request_statuses": (),
         }
         self.failure: Exception | None = None  # exceptions of calls
         self._tasks: set[asyncio.Task[None]] = set()

@@ -26,6 +26,7 @@ PAGE_FILES = (
     "main.js",
     "markdown.js",
     "messages.js",
+    "requests.js",
     "samples.js",
     "server.js",
     "settings.js",

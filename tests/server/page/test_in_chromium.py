@@ -172,6 +172,19 @@ def test_dashboard_marks_new_weights(trained: tuple[str, Callable[[], None]]) ->
     assert seen["drafts"] == "Speculative decoding is off."
 
 
+def test_dashboard_lists_open_requests(trained: tuple[str, Callable[[], None]]) -> None:
+    seen = look(trained[0], "requests")
+    assert seen["heads"] == [
+        *("Request", "State", "Age", "Prompt"),
+        *("Sampled", "Blocks", "Version"),
+    ]
+    assert seen["cells"][1] == "running"
+    assert re.fullmatch(r"\d+, \d+ cached", seen["cells"][3])
+    assert int(seen["cells"][4]) >= 20  # two samples
+    assert int(seen["cells"][5]) > 0
+    assert seen["title"].startswith("/v1/completions")
+
+
 def test_server_may_die_and_come_again() -> None:
     with ExitStack() as first, ExitStack() as second:
         address = first.enter_context(running_server(scripted(), ServerConfig(port=0)))
@@ -311,7 +324,7 @@ def test_idle_dashboard_has_no_empty_charts() -> None:
     with running_server(client, ServerConfig(port=0)) as address:
         seen = look(address, "idle")
     assert seen["charts"] == ["kv"]
-    assert [each.partition(":")[0] for each in seen["said"]] == ["Idle", "Idle"]
+    assert [each.partition(":")[0] for each in seen["said"]] == ["Idle", "Idle", "none"]
     assert seen["status"] == "scripted · context 1,000,000"
 
 

@@ -188,6 +188,23 @@ def versions(page: Page) -> dict[str, Any]:
     }
 
 
+def requests(page: Page) -> dict[str, Any]:
+    begun(page, max_tokens=900)
+    page.click("nav a[href='#/dashboard']")
+    until(page, "document.querySelectorAll('#requests tbody tr').length === 1")
+    row = page.locator("#requests tbody tr")
+    seen = {
+        "heads": page.locator("#requests th").all_inner_texts(),
+        "cells": row.locator("td").all_inner_texts(),
+        "title": row.get_attribute("title"),
+    }
+    page.click("nav a[href='#/samples']")
+    page.click("#stop")
+    page.click("nav a[href='#/dashboard']")
+    until(page, "document.getElementById('requests').textContent === 'none'")
+    return seen
+
+
 def restart(page: Page) -> dict[str, Any]:
     page.click("nav a[href='#/dashboard']")
     page.locator("#status[data-state=ok]").wait_for()
@@ -202,9 +219,9 @@ def restart(page: Page) -> dict[str, Any]:
     return {"gone": while_gone}
 
 
-def begun(page: Page) -> None:
+def begun(page: Page, max_tokens: int = 160) -> None:
     """Start two long samples and wait for ten tokens of each."""
-    sampling(page, "Once upon a time there was a", n="2", max_tokens="160", seed="7")
+    sampling(page, "Once upon a time there was a", n="2", max_tokens=str(max_tokens), seed="7")
     page.press("#prompt", "Control+Enter")
     until(page, "document.querySelectorAll('.sample').length === 2")
     for place in (0, 1):
@@ -608,7 +625,7 @@ def docs_key(page: Page) -> dict[str, Any]:
 LOOKS: dict[str, Callable[[Page], dict[str, Any]]] = {
     look.__name__: look
     for look in (
-        *(tokens, chat_sample, replay, stop, versions, restart, killed, engine_killed),
+        *(tokens, chat_sample, replay, stop, versions, requests, restart, killed, engine_killed),
         *(hostile, keys, phone, shapes, empty_samples, idle, keyboard, docs, docs_key),
         *(chat, markdown, turns, halt, link, words, calls, died),
     )

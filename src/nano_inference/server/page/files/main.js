@@ -5,6 +5,7 @@ import { startChat } from "./chat.js";
 import { Dashboard } from "./dashboard.js";
 import { byId, html, shown } from "./dom.js";
 import { takeLink } from "./links.js";
+import { showRequests } from "./requests.js";
 import { startSamples } from "./samples.js";
 import { about, learn } from "./server.js";
 
@@ -54,6 +55,11 @@ async function nameModels() {
   byId("pick-label").hidden = data.length < 2;
 }
 
+async function lookAtRequests() {
+  const reply = await ask("requests", { signal: AbortSignal.timeout(PATIENCE) });
+  showRequests((await reply.json()).data);
+}
+
 /** The status shown for the code of a 503. */
 const NOT_READY = {
   starting: "starting the engine…",
@@ -73,6 +79,7 @@ async function watch() {
       if (!named) await nameModels();
       named = true;
       dashboard.take(stats, metrics);
+      if (!byId("dashboard").hidden) await lookAtRequests();
       if (stats.restarting) say("wait", "restarting the engine…");
       else if (stats.status === "ok") say("ok", identity(), "The server is ready.");
       else say("bad", stats.status);
