@@ -45,8 +45,12 @@ def test_blocks_agree_with_the_gguf_package(name: str) -> None:
         raw.reshape(6, 3, size)[..., at : at + 2] = numbers.view(np.uint8).reshape(6, 3, 2)
     codes = gguf_codes.read_blocks(name, raw, 3 * columns)
     form = FORMATS[layout.form]
-    assert codes.scales.dtype == (np.float32 if form.wide else np.float16)
     assert (codes.mins is not None) == form.mins
+    for scales, steps in ((codes.scales, codes.steps), (codes.mins, codes.min_steps)):
+        assert (steps is not None) == (form.scales == "steps" and scales is not None)
+        if steps is not None and scales is not None:
+            whole = scales / steps.repeat(form.groups_per_step, 1)
+            np.testing.assert_array_equal(whole, whole.round())
     group = 3 * columns // codes.scales.shape[1]
     assert group == form.group
     numbers = codes.codes.astype(np.float32) * codes.scales.astype(np.float32).repeat(group, 1)

@@ -146,7 +146,7 @@ def _file_formats(
         forms = {name: getattr(weight, "form", None) for name, weight in sources.items()}
         known = [form for form in forms.values() if form is not None]
         if len(known) == len(forms):
-            formats[param.name] = widest(known)
+            formats[param.name] = widest(known, param.shape[1])
         elif said.method != GGUF:
             _require_no_codes(sources, forms)
     return formats
@@ -166,7 +166,7 @@ def gguf_formats(file: Path, table: tuple[ParamSpec, ...]) -> dict[str, Format]:
         sources = [forms.get(source.name) for source in param.sources]
         known = [form for form in sources if form is not None]
         if len(known) == len(sources):
-            formats[param.name] = widest(known)
+            formats[param.name] = widest(known, param.shape[1])
     return formats
 
 

@@ -75,7 +75,7 @@ def _bytes_of(param: ParamSpec, dtype: Dtype, form: Format | None) -> int:
         return math.prod(param.shape) * size
     rows, columns = param.shape
     groups = len(groups_of(bounds_of(param.segments, columns, form), form))
-    return rows * (-(-columns * form.bits // 8) + groups * form.group_bytes)
+    return rows * (-(-columns * form.bits // 8) + math.ceil(groups * form.group_bytes))
 
 
 def require_whole_groups(

@@ -38,7 +38,7 @@ from nano_inference.ops.interface import (
 from nano_inference.ops.lora import Adapted, Place
 from nano_inference.ops.settings import Latent
 
-LAYOUT = 1  # raised whenever the bytes of a packed weight change
+LAYOUT = 2  # raised whenever the bytes of a packed weight change
 VERSION = 4  # raised whenever any bit of the results may change
 _MatrixPlace: Any = library.struct("MatrixPlace")
 

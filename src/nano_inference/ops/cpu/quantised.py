@@ -11,6 +11,7 @@ from nano_inference.ops.quantised import Codes, widened
 from nano_inference.ops.stored_rows import count_rows, require_rows
 
 Quantised, Segments = struct("Quantised"), struct("Segments")
+SCALES = ("half", "float", "steps")  # Scales of quantised.h
 MOST_COLUMNS = 2**31 // 128**2  # products of codes are summed in 32 bits
 
 
@@ -40,13 +41,12 @@ class QuantisedWeight(CpuWeight):
             )
         super().__init__(rows, columns, dtype, num_threads)
         self.form, self.bounds = form, bounds_of(segments, columns, form)
-        num_groups = len(groups_of(self.bounds, form))
-        wide = num_groups * form.group if form.group else -(-columns // 4) * 4
-        panels = -(-rows // LANES)
-        scales, mins = (panels * LANES * num_groups * each for each in (4 if form.wide else 2, 4))
-        codes = _aligned(panels * LANES * wide * form.bits // 8)
-        whole = codes + _aligned(scales)
-        size = (whole + mins if form.mins else codes + scales,)
+        num_groups, panels = len(groups_of(self.bounds, form)), -(-rows // LANES)
+        whole = 4 if form.bits == 8 else 32  # columns
+        whole = max(form.group, whole)
+        codes = _aligned(panels * LANES * (-(-columns // whole) * whole) * form.bits // 8)
+        scales = _aligned(panels * LANES * _scale_bytes(form, num_groups))
+        size = (codes + scales * (2 if form.mins else 1),)
         xp = namespace(dtype)
         self.data = xp.zeros(size, dtype=xp.uint8) if arena is None else arena.take(size, xp.uint8)
         address = self.data.data_ptr()
@@ -54,10 +54,10 @@ class QuantisedWeight(CpuWeight):
         self._struct = Quantised(
             form.bits,
             form.group,
-            form.wide,
+            SCALES.index(form.scales),
             address,
             address + codes,
-            address + whole if form.mins else None,
+            address + codes + scales if form.mins else None,
             segment_bounds,
         )
         # address of the structure that describes the weight to the kernels, not moved by updates
@@ -90,13 +90,14 @@ class QuantisedWeight(CpuWeight):
         require_rows(self.shape, start, weight.codes)
         weight = widened(weight, self.form, self.bounds)
         codes = weight.codes if weight.codes.stride(1) == 1 else weight.codes.contiguous()
-        scales = weight.scales.float().contiguous()
-        mins = None if weight.mins is None else weight.mins.float().contiguous()
+        tables = [
+            None if table is None else table.float().contiguous()
+            for table in (weight.scales, weight.mins, weight.steps, weight.min_steps)
+        ]
         load().nano_store_codes(
             codes.data_ptr(),
             codes.stride(0),
-            scales.data_ptr(),
-            None if mins is None else mins.data_ptr(),
+            *(None if table is None else table.data_ptr() for table in tables),
             self.codes,
             start,
             len(codes),
@@ -122,6 +123,14 @@ class QuantisedWeight(CpuWeight):
         )
         copy.data.copy_(self.data)
         return copy
+
+
+def _scale_bytes(form: Format, num_groups: int) -> int:
+    """Return the bytes of a row's scales."""
+    if form.scales == "steps":
+        each = form.groups_per_step
+        return -(-num_groups // each) * (2 + each)
+    return num_groups * (2 if form.scales == "half" else 4)
 
 
 def _aligned(size: int) -> int:
