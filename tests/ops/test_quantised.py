@@ -14,7 +14,16 @@ from torch import Tensor
 
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import AMX, best_instruction_set
-from nano_inference.ops.formats import FORMATS, QUANTIZATIONS, Format, bounds_of, fitting, widest
+from nano_inference.ops.formats import (
+    FORMATS,
+    QUANTIZATIONS,
+    Format,
+    Stack,
+    bounds_of,
+    fitting,
+    form_named,
+    widest,
+)
 from nano_inference.ops.interface import Ops
 from nano_inference.ops.quantised import Codes, encode, product, quantise_rows, widened
 from nano_inference.ops.reference.backend import reference_ops
@@ -220,7 +229,11 @@ def test_steps_hold_the_bits_of_wider_scales(form: Format, backend: str) -> None
     part = codes.columns(128, 600)
     assert part.form.scales == "float"
     x = random(5, 600, seed=1)
-    for weight, columns in ((codes, (0, 600)), (codes.columns(256, 600), (256, 600)), (part, (128, 600))):
+    for weight, columns in (
+        (codes, (0, 600)),
+        (codes.columns(256, 600), (256, 600)),
+        (part, (128, 600)),
+    ):
         held: Any = ops_of(backend).allocate(
             tuple(weight.codes.shape), torch.float32, CPU, form=weight.form
         )
@@ -322,3 +335,50 @@ def test_format_without_cpu_kernels_is_rejected(form: Format) -> None:
         ValueError, match=f"the CPU kernels do not support the format '{form.name}'"
     ):
         ops_of("cpu").allocate((16, 64), torch.float32, CPU, form=form)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stack_equals_its_parts(backend: str) -> None:
+    ops, rows = ops_of(backend), random(88, 600)
+    stack = Stack(
+        tuple(
+            (n, FORMATS[name])
+            for n, name in ((48, "int4-32-steps"), (16, "int8-32"), (24, "int6-16-steps"))
+        )
+    )
+    assert form_named(stack.name) == stack
+    assert [stack.at(row).bits for row in (0, 47, 48, 63, 64, 87)] == [4, 4, 8, 8, 6, 6]
+    weight: Any = ops.allocate((88, 600), torch.float32, CPU, form=stack)
+    assert (weight.shape, weight.form, weight.numel()) == ((88, 600), stack, 88 * 600)
+    weight.write(0, rows)
+    ends = [(0, 48), (48, 64), (64, 88)]
+    codes = [
+        as_codes(rows[first:last], form)
+        for (first, last), (_, form) in zip(ends, stack.parts, strict=True)
+    ]
+    x, bias = random(70, 600, seed=1), random(88, 1, seed=2)[:, 0]
+    for count in (1, 3, 20, 70):
+        expected = torch.cat([product(x[:count], part) for part in codes], dim=1)
+        assert torch.equal(ops.linear(x[:count], weight), expected)
+        assert torch.equal(ops.linear(x[:count], weight, bias), expected + bias)
+    numbers = torch.cat([part.numbers() for part in codes])
+    assert torch.equal(weight.read(), numbers)
+    assert torch.equal(weight.read(40, 30), numbers[40:70])
+    copy = weight.clone()
+    weight.write_codes(50, codes[1].rows(0, 10))
+    assert torch.equal(weight.read(50, 10), codes[1].numbers()[:10])
+    assert torch.equal(copy.read(), numbers)
+    with pytest.raises(ValueError, match="do not fit"):
+        weight.write(80, random(9, 600))
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_portable_kernels_equal_the_definition(form: Format) -> None:
+    kernels("portable")
+    ops, numbers, x = cpu_ops(1, "portable"), random(40, 288), random(14, 288, seed=1)
+    weight: Any = ops.allocate((40, 288), torch.float32, CPU, form=form)
+    weight.write(0, numbers)
+    for count in (1, 3, 14):
+        assert torch.equal(
+            ops.linear(x[:count], weight), product(x[:count], as_codes(numbers, form))
+        )

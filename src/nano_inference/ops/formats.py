@@ -58,10 +58,9 @@ class Format:
         """Return True if this format stores weights of another format bit for bit. A format with
         group 0 only qualifies if a row has one segment.
         """
-        if self.bits < 8 and self.mins and not other.mins:
-            # code * scale - middle * scale may round differently than (code - middle) * scale
-            if (self.scales, other.scales) != ("float", "half"):
-                return False
+        is_moved = self.bits < 8 and self.mins and not other.mins
+        if is_moved and (self.scales, other.scales) != ("float", "half"):
+            return False  # code * scale - 8 * scale may round differently than (code - 8) * scale
         if self.scales == "steps":
             nested = self.group == other.group
         else:
@@ -72,6 +71,30 @@ class Format:
             and self.scales in (other.scales, "float")
             and self.mins >= other.mins
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Formats of a weight whose rows have different ones.
+
+    Attributes:
+        parts: Number of rows and format of each part, from the first row on.
+    """
+
+    parts: tuple[tuple[int, Format], ...]
+
+    @property
+    def name(self) -> str:
+        """Rows and names of the formats, as `form_named` reads them."""
+        return " + ".join(f"{rows} {form.name}" for rows, form in self.parts)
+
+    def at(self, row: int) -> Format:
+        """Return the format of a row."""
+        for rows, form in self.parts:
+            if row < rows:
+                return form
+            row -= rows
+        raise IndexError(f"row {row} is not within the parts of {self.name}.")
 
 
 FORMATS = {
@@ -110,6 +133,19 @@ QUANTIZATIONS = {
 }
 
 
+def form_named(name: str) -> Format | Stack:
+    """Return a format or a stack by its name. Raise `KeyError` or `ValueError` for another name."""
+    if name in FORMATS:
+        return FORMATS[name]
+    parts = [part.split(" ") for part in name.split(" + ")]
+    return Stack(tuple((int(rows), FORMATS[form]) for rows, form in parts))
+
+
+def parts_of(form: Format | Stack, rows: int) -> tuple[tuple[int, Format], ...]:
+    """Return the number of rows and the format of each part of a weight with `rows` rows."""
+    return form.parts if isinstance(form, Stack) else ((rows, form),)
+
+
 def bounds_of(segments: tuple[int, ...] | None, columns: int, form: Format) -> tuple[int, ...]:
     """Return the bounds of a quantized weight's segments. These are the requested ones if each
     begins at a whole group and at a multiple of 4 columns. Otherwise there is a single segment.
@@ -137,7 +173,8 @@ def widest(forms: Iterable[Format], columns: int = 0) -> Format:
     candidates = (
         form
         for form in FORMATS.values()
-        if all(form.holds(each) for each in wanted) and not (form.scales == "steps" and columns % STEP)
+        if all(form.holds(each) for each in wanted)
+        and not (form.scales == "steps" and columns % STEP)
     )
     return min(candidates, key=_size)
 

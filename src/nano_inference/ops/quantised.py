@@ -91,8 +91,8 @@ def quantise_weight(
 
 
 def _in_steps(scales: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Round scales [rows, groups] away from 0 to whole steps, at most 127. Return them and the steps
-    [rows, steps], both in float32.
+    """Round scales [rows, groups] away from 0 to whole steps, at most 127. Return them and the
+    steps [rows, steps], both in float32.
     """
     xp, width = namespace(scales), form.groups_per_step
     steps = scales.new_zeros((len(scales), -(-scales.shape[1] // width)))

@@ -1,13 +1,15 @@
 """`QuantisedWeight`: codes and scales in the layout of the kernels, written and read by rows."""
 
 import ctypes
+from itertools import pairwise
 
 from nano_inference.arrays import Dtype, Tensor, has_dtype, namespace
 from nano_inference.ops.cpu.library import load, struct
 from nano_inference.ops.cpu.memory import ALIGNMENT, Arena
 from nano_inference.ops.cpu.weights import LANES, CpuWeight, readable
-from nano_inference.ops.formats import Format, bounds_of, groups_of
+from nano_inference.ops.formats import Format, Stack, bounds_of, groups_of
 from nano_inference.ops.quantised import Codes, widened
+from nano_inference.ops.stacked import StackedWeight
 from nano_inference.ops.stored_rows import count_rows, require_rows
 
 Quantised, Segments = struct("Quantised"), struct("Segments")
@@ -34,6 +36,7 @@ class QuantisedWeight(CpuWeight):
         form: Format,
         segments: tuple[int, ...] | None = None,
         arena: Arena | None = None,
+        data: Tensor | None = None,
     ) -> None:
         if columns > MOST_COLUMNS:
             raise ValueError(
@@ -41,14 +44,8 @@ class QuantisedWeight(CpuWeight):
             )
         super().__init__(rows, columns, dtype, num_threads)
         self.form, self.bounds = form, bounds_of(segments, columns, form)
-        num_groups, panels = len(groups_of(self.bounds, form)), -(-rows // LANES)
-        whole = 4 if form.bits == 8 else 32  # columns
-        whole = max(form.group, whole)
-        codes = _aligned(panels * LANES * (-(-columns // whole) * whole) * form.bits // 8)
-        scales = _aligned(panels * LANES * _scale_bytes(form, num_groups))
-        size = (codes + scales * (2 if form.mins else 1),)
-        xp = namespace(dtype)
-        self.data = xp.zeros(size, dtype=xp.uint8) if arena is None else arena.take(size, xp.uint8)
+        codes, scales, size = _sizes(rows, columns, form, self.bounds)
+        self.data = _memory(size, dtype, arena) if data is None else data
         address = self.data.data_ptr()
         segment_bounds = Segments(len(self.bounds) - 1, self.bounds)
         self._struct = Quantised(
@@ -59,11 +56,19 @@ class QuantisedWeight(CpuWeight):
             address + codes,
             address + codes + scales if form.mins else None,
             segment_bounds,
+            -(-rows // LANES),
+            None,
         )
         # address of the structure that describes the weight to the kernels, not moved by updates
         self.codes = ctypes.addressof(self._struct)
         if not load().nano_has_format(self.codes):
             raise ValueError(f"the CPU kernels do not support the format {form.name!r}: {form}.")
+
+    def link(self, further: "QuantisedWeight") -> None:
+        """Continue products with the rows of another weight. This one's rows must be whole
+        panels.
+        """
+        self._struct.next = further.codes
 
     def data_ptr(self) -> int:
         """Return 0: kernels read `codes` instead of plain numbers."""
@@ -123,6 +128,59 @@ class QuantisedWeight(CpuWeight):
         )
         copy.data.copy_(self.data)
         return copy
+
+
+class CpuStack(StackedWeight):
+    """A weight whose rows have different formats, which kernels read as a chain.
+
+    Attributes:
+        data: uint8: the memory of the parts.
+        codes: Address of the first part's structure.
+    """
+
+    def __init__(
+        self,
+        columns: int,
+        dtype: Dtype,
+        num_threads: int,
+        form: Stack,
+        segments: tuple[int, ...] | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        sizes = [
+            _aligned(_sizes(rows, columns, each, bounds_of(segments, columns, each))[2])
+            for rows, each in form.parts
+        ]
+        self.data = _memory(sum(sizes), dtype, arena)
+        parts = [
+            QuantisedWeight(rows, columns, dtype, num_threads, each, segments, data=data)
+            for (rows, each), data in zip(form.parts, self.data.split(sizes), strict=True)
+        ]
+        if any(rows % LANES for rows, _ in form.parts[:-1]):
+            raise ValueError(f"the parts of {form.name} must have whole panels of {LANES} rows.")
+        for part, further in pairwise(parts):
+            part.link(further)
+        super().__init__(form, parts)
+        self.codes, self.num_threads, self.segments = parts[0].codes, num_threads, segments
+
+    def clone(self) -> "CpuStack":
+        """Return an independent copy."""
+        copy = CpuStack(self.columns, self.dtype, self.num_threads, self.form, self.segments)
+        copy.data.copy_(self.data)
+        return copy
+
+
+def _memory(size: int, dtype: Dtype, arena: Arena | None) -> Tensor:
+    xp = namespace(dtype)
+    return xp.zeros((size,), dtype=xp.uint8) if arena is None else arena.take((size,), xp.uint8)
+
+
+def _sizes(rows: int, columns: int, form: Format, bounds: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return the bytes of codes, of scales, and of a whole weight."""
+    panels, whole = -(-rows // LANES), max(form.group, 4 if form.bits == 8 else 32)
+    codes = _aligned(panels * LANES * (-(-columns // whole) * whole) * form.bits // 8)
+    scales = _aligned(panels * LANES * _scale_bytes(form, len(groups_of(bounds, form))))
+    return codes, scales, codes + scales * (2 if form.mins else 1)
 
 
 def _scale_bytes(form: Format, num_groups: int) -> int:

@@ -526,9 +526,9 @@ void walk_tiles(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t
 
 }  // namespace
 
+// Compute a product with a weight of one format.
 template <class T>
-void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
-  if (row >= end_row || panel >= end_panel) return;
+static void linear_in_format(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
   static thread_local Inputs inputs;
   inputs.take(job.x + row * job.ldx, job.ldx, end_row - row, *job.w.codes);
 #if defined(NANO_AMX)
@@ -537,6 +537,20 @@ void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_
                               : walk_tiles(job, inputs, row, end_row - row, panel, end_panel);
 #endif
   walk_codes(job, inputs, row, end_row - row, panel, end_panel);
+}
+
+template <class T>
+void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
+  if (row >= end_row) return;
+  int64_t first = -job.w.first;  // output panel at which the format begins
+  for (const Quantised* w = job.w.codes; w; first += w->num_panels, w = w->next) {
+    const int64_t end = w->next ? std::min(end_panel, first + w->num_panels) : end_panel;
+    if (panel >= end) continue;
+    Linear<T> own = job;
+    own.w.codes = w, own.w.first = -first;
+    linear_in_format(own, row, end_row, panel, end);
+    panel = end;
+  }
 }
 template void quantised_linear(const Linear<bf16>&, int64_t, int64_t, int64_t, int64_t);
 template void quantised_linear(const Linear<float>&, int64_t, int64_t, int64_t, int64_t);

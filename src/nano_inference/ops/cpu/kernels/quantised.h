@@ -23,6 +23,8 @@ struct Quantised {
   const void *codes, *scales;
   const void* mins;  // stored like scales, or null
   Segments segments;  // of the columns; at least one
+  int64_t num_panels;
+  const Quantised* next;  // the weight's further rows, in another format; or null
 
   int64_t num_columns() const { return segments.bounds[segments.count]; }
   int64_t num_quads() const {
