@@ -79,9 +79,27 @@ QWEN_4B_CONFIG = QWEN_CONFIG | {
     "num_attention_heads": 32,
     "intermediate_size": 9728,
 }
+# Eight of the 48 layers of Qwen3-30B-A3B: 5.5 billion weights, of which 0.9 compute a token
+QWEN_30B_A3B_CONFIG = QWEN_CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
 RANDOM = {
     "qwen3-0.6b-random": QWEN_CONFIG,
     "qwen3-4b-random": QWEN_4B_CONFIG,
+    "qwen3-30b-a3b-8-layers-random": QWEN_30B_A3B_CONFIG,
     "qwen3.5-0.6b-random": QWEN35_CONFIG,
     "qwen3-moe-0.8b-random": MOE_CONFIG,
 }

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ def hf_to_gguf(
     architecture: str,
     matrices: Any = None,
     experts: Any = None,
+    others: Mapping[str, Any] = MappingProxyType({}),
     extra: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
@@ -40,6 +42,7 @@ def hf_to_gguf(
         architecture: GGUF's name of the architecture.
         matrices: Quantisation of all tensors but vectors. None: no quantisation.
         experts: Quantisation of stacked expert tensors only. None: no quantisation.
+        others: Quantisation of the matrices whose names hold a word, by that word.
         extra: Metadata outside the architecture's namespace.
         changes: Values by metadata key, without the architecture prefix. None removes the key.
     """
@@ -54,6 +57,8 @@ def hf_to_gguf(
     }
     if experts is not None:
         types |= {name: experts for name, tensor in tensors.items() if tensor.ndim > 2}
+    for word, kind in others.items():
+        types |= {name: kind for name in tensors if word in name and tensors[name].ndim > 1}
     return write_gguf(
         path, tensors, {**metadata, **TOKEN_IDS, **(extra or {})}, architecture, types
     )

@@ -1,5 +1,6 @@
 """Engines that compute with the blocks of GGUF files without conversion."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,14 @@ import torch
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.checkpoints import folders
 from nano_inference.checkpoints.gguf import codes as gguf_codes
-from nano_inference.checkpoints.loading import load_params, load_spec
+from nano_inference.checkpoints.loading import gguf_formats, load_params, load_spec
 from nano_inference.errors import ConfigError, ModelLoadError
 from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.storage import formats_of
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import read
-from nano_inference.ops.formats import FORMATS
+from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.formats import FORMATS, Stack
 from nano_inference.ops.reference.backend import reference_ops
 from tests.checkpoints.hf_to_gguf import hf_to_gguf
 from tests.models.strong import strong_model
@@ -45,8 +47,12 @@ def test_blocks_agree_with_the_gguf_package(name: str) -> None:
         raw.reshape(6, 3, size)[..., at : at + 2] = numbers.view(np.uint8).reshape(6, 3, 2)
     codes = gguf_codes.read_blocks(name, raw, 3 * columns)
     form = FORMATS[layout.form]
-    assert codes.scales.dtype == (np.float32 if form.wide else np.float16)
     assert (codes.mins is not None) == form.mins
+    for scales, steps in ((codes.scales, codes.steps), (codes.mins, codes.min_steps)):
+        assert (steps is not None) == (form.scales == "steps" and scales is not None)
+        if steps is not None and scales is not None:
+            whole = scales / steps.repeat(form.groups_per_step, 1)
+            np.testing.assert_array_equal(whole, whole.round())
     group = 3 * columns // codes.scales.shape[1]
     assert group == form.group
     numbers = codes.codes.astype(np.float32) * codes.scales.astype(np.float32).repeat(group, 1)
@@ -77,6 +83,67 @@ def test_file_codes_are_read_unchanged(tmp_path: Path, name: str) -> None:
         if slot.param in forms:
             assert torch.equal(read(params, slot), read(exact, slot))
             assert torch.equal(read(exact, slot), read(numbers, slot))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_attention_matrices_keep_formats_of_their_own(tmp_path: Path, backend: str) -> None:
+    config = CONFIG | {"hidden_size": 256}
+    strong_model(tmp_path / "hf", "LlamaForCausalLM", **config)
+    kinds = gguf.GGMLQuantizationType
+    path = hf_to_gguf(
+        *(tmp_path / "hf", tmp_path / "m.gguf", "llama"),
+        matrices=kinds["Q4_0"],
+        others={"blk.0.attn_v": kinds["Q8_0"], "blk.1.attn_q": kinds["Q5_1"]},
+    )
+    folder = described(path, tmp_path / "cache", coded=True)
+    spec, device = load_spec(folder), torch.device("cpu")
+    allocate = (cpu_ops(1) if backend == "cpu" else reference_ops()).allocate
+    params = load_params(folder, spec, torch.float32, device, allocate, quantization="file")
+    forms = formats_of(params)
+    four, eight, five = (FORMATS[name] for name in ("int4-32", "int8-32", "int5-32-min-half"))
+    assert forms["layers.0.qkv"] == Stack(((192, four), (64, eight)))
+    assert forms["layers.1.qkv"] == Stack(((128, five), (128, four)))
+    assert forms["layers.0.gate_up"] == four
+    assert gguf_formats(path, param_table(spec)) == forms
+    exact = load_params(folder, spec, torch.float32, device)
+    for slot in slots(param_table(spec)).values():
+        if slot.param in forms:
+            assert torch.equal(read(params, slot), read(exact, slot))
+
+
+def read_numbers(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint as numbers."""
+    spec = load_spec(folder)
+    params = load_params(folder, spec, torch.float32, torch.device("cpu"))
+    places = slots(param_table(spec)).items()
+    return {name: read(params, slot) for name, slot in places if slot.tied_to is None}
+
+
+def test_engine_computes_with_several_formats_in_a_matrix(tmp_path: Path) -> None:
+    strong_model(tmp_path / "hf", "LlamaForCausalLM", **CONFIG | {"hidden_size": 256})
+    kinds = gguf.GGMLQuantizationType
+    path = hf_to_gguf(
+        *(tmp_path / "hf", tmp_path / "m.gguf", "llama"),
+        matrices=kinds["Q4_0"],
+        others={"attn_v": kinds["Q8_0"]},
+    )
+    folder = described(path, tmp_path / "cache", coded=True)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, prompt_logprobs=True)
+    samples = {}
+    for backend in ("reference", "cpu"):
+        config = EngineConfig(
+            str(folder), backend=backend, dtype="float32", max_model_len=64, max_batch_size=4
+        )
+        config = replace(config, quantization="file")
+        with InferenceEngine(config) as engine:
+            (samples[backend],) = engine.generate([list(range(3, 40))], params)
+            if backend == "cpu":  # weights of a trainer are rounded to the same formats
+                engine.update_weights(read_numbers(folder), blocking=True)
+                (again,) = engine.generate([list(range(3, 40))], params)
+                assert again.completion_tokens == samples[backend].completion_tokens
+    one, other = samples["reference"], samples["cpu"]
+    assert one.completion_tokens == other.completion_tokens
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
 
 
 @pytest.mark.thorough(cases=["reference"])

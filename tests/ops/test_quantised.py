@@ -1,7 +1,8 @@
-"""Weights in 8 and 4 bits: the definition, and bitwise equality of every backend's weights and
+"""Weights in 8 to 4 bits: the definition, and bitwise equality of every backend's weights and
 products with it.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,16 @@ from torch import Tensor
 
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import AMX, best_instruction_set
-from nano_inference.ops.formats import FORMATS, QUANTIZATIONS, Format, bounds_of, fitting, widest
+from nano_inference.ops.formats import (
+    FORMATS,
+    QUANTIZATIONS,
+    Format,
+    Stack,
+    bounds_of,
+    fitting,
+    form_named,
+    widest,
+)
 from nano_inference.ops.interface import Ops
 from nano_inference.ops.quantised import Codes, encode, product, quantise_rows, widened
 from nano_inference.ops.reference.backend import reference_ops
@@ -33,6 +43,9 @@ SEGMENTS = {
     96: (0, 12, 48, 60, 96),
     296: (0, 128, 256, 256, 296),
 }
+
+STEPPED = [form for form in FORMATS.values() if form.scales == "steps"]
+UNSTEPPED = [form for form in FORMATS.values() if form.scales != "steps"]
 
 formats = st.sampled_from(sorted(FORMATS)).map(FORMATS.__getitem__)
 
@@ -73,9 +86,11 @@ def stored(backend: str, weight: Tensor, form: Format, segments: Any = None) -> 
 def test_codes_are_in_range_and_near_the_numbers(form: Format, columns: int, seed: int) -> None:
     weight = random(5, columns, seed=seed)
     codes = as_codes(weight, form)
-    low, high = (-127, 127) if form.bits == 8 else (0, 15) if form.mins else (-8, 7)
+    low, high = (-127, 127) if form.bits == 8 else (-form.middle, form.middle - 1)
+    if form.mins:
+        low, high = low + form.middle, high + form.middle
     assert low <= int(codes.codes.min()) <= int(codes.codes.max()) <= high
-    half = 0.51 if form.bits == 8 else 1.01  # 4-bit codes have no +8
+    half = 0.51 if form.bits == 8 else 1.02  # 4-bit codes have no +8
     for g, (first, last) in enumerate(codes.groups):
         difference = (codes.numbers() - weight)[:, first:last].abs()
         assert (difference <= half * codes.scales[:, g, None].abs() + 6e-8 * 127).all()
@@ -150,7 +165,13 @@ def test_smallest_format_that_holds_codes() -> None:
     assert name(8, 64, False, False) == "int8-32"
     assert name(8, 256, True, False) == "int8-128-wide"
     assert name(8, 48, True, True) == "int8-16-min"
+    assert name(5, 32, False, False) == "int5-32"
     assert widest([FORMATS["int4-32-wide"], FORMATS["int4-64-min"]]).name == "int8-32-min"
+    assert widest([FORMATS["int4-32-steps"]]).name == "int4-32-steps"
+    assert widest([FORMATS["int4-32-steps"]], 512).name == "int4-32-steps"
+    assert widest([FORMATS["int4-32-steps"]], 480).name == "int4-32-min"
+    assert widest([FORMATS["int4-32-steps"], FORMATS["int5-32-steps"]]).name == "int5-32-steps"
+    assert widest([FORMATS["int4-32-steps"], FORMATS["int6-16-steps"]]).name == "int8-16-min"
     assert widest([FORMATS["int4-32"], FORMATS["int4-64-min"]]).name == "int4-32-min"
 
 
@@ -163,7 +184,7 @@ def test_nonfinite_number_makes_its_scale_nan(form: Format, bad: float) -> None:
     group = next(g for g, (first, last) in enumerate(codes.groups) if first <= 40 < last)
     assert codes.scales[1, group].isnan()
     others = codes.scales.clone()
-    others[1, group] = 0
+    others[1, group if codes.steps is None else slice(None)] = 0
     assert others.isfinite().all()
     x = random(3, 64)
     x[0, 0] = bad
@@ -181,8 +202,51 @@ def test_product_row_is_independent_of_other_rows(form: Format) -> None:
         assert torch.equal(product(x[row : row + 1], codes)[0], together[row])
 
 
+@pytest.mark.parametrize("form", STEPPED, ids=lambda form: form.name)
+def test_scales_are_whole_steps(form: Format) -> None:
+    codes = as_codes(random(40, 600), form)
+    assert codes.steps is not None
+    assert codes.steps.shape == (40, 3)
+    assert (codes.min_steps is None) == (codes.mins is None)
+    for scales, steps in ((codes.scales, codes.steps), (codes.mins, codes.min_steps)):
+        if scales is not None and steps is not None:
+            each = steps.repeat_interleave(form.groups_per_step, dim=1)[:, : scales.shape[1]]
+            whole = torch.where(each == 0, 0.0, scales / each)
+            assert torch.equal(whole, whole.round())
+            assert whole.abs().max() == 127
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", STEPPED, ids=lambda form: form.name)
+def test_steps_hold_the_bits_of_wider_scales(form: Format, backend: str) -> None:
+    """Files have any whole scales, and rows that begin within a step lose the step."""
+    drawn = torch.Generator().manual_seed(0)
+    codes = as_codes(random(40, 600), form)
+    assert codes.steps is not None
+    whole = torch.randint(-128, 128, codes.scales.shape, generator=drawn).float()
+    each = codes.steps.repeat_interleave(form.groups_per_step, dim=1)[:, : whole.shape[1]]
+    codes = replace(codes, scales=whole * each)
+    part = codes.columns(128, 600)
+    assert part.form.scales == "float"
+    x = random(5, 600, seed=1)
+    for weight, columns in (
+        (codes, (0, 600)),
+        (codes.columns(256, 600), (256, 600)),
+        (part, (128, 600)),
+    ):
+        held: Any = ops_of(backend).allocate(
+            tuple(weight.codes.shape), torch.float32, CPU, form=weight.form
+        )
+        held.write_codes(0, weight)
+        assert torch.equal(held.read(), codes.numbers()[:, slice(*columns)])
+        inputs = x[:, slice(*columns)].contiguous()
+        wide = widest([weight.form], columns=1)
+        expected = product(inputs, replace(weight, form=wide))
+        assert torch.equal(ops_of(backend).linear(inputs, held), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", UNSTEPPED, ids=lambda form: form.name)
 def test_dequantised_numbers_encode_to_the_same_codes(form: Format, dtype: torch.dtype) -> None:
     """A receiving engine gets the same weights, except for groups so small that a float16 scale has
     few digits.
@@ -258,10 +322,11 @@ def test_rows_are_written_in_place_and_copies_are_unchanged(backend: str, form: 
 @pytest.mark.parametrize(
     "form",
     [
-        Format("int8-64", 8, 64, wide=True),
-        Format("int4-16-min", 4, 16, wide=True, mins=True),
+        Format("int8-64", 8, 64, scales="float"),
+        Format("int4-16-min", 4, 16, scales="float", mins=True),
         Format("int8-narrow", 8, 0),
         Format("int2-32", 2, 32),
+        Format("int6-32-steps", 6, 32, scales="steps"),
     ],
     ids=lambda form: form.name,
 )
@@ -270,3 +335,50 @@ def test_format_without_cpu_kernels_is_rejected(form: Format) -> None:
         ValueError, match=f"the CPU kernels do not support the format '{form.name}'"
     ):
         ops_of("cpu").allocate((16, 64), torch.float32, CPU, form=form)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stack_equals_its_parts(backend: str) -> None:
+    ops, rows = ops_of(backend), random(88, 600)
+    stack = Stack(
+        tuple(
+            (n, FORMATS[name])
+            for n, name in ((48, "int4-32-steps"), (16, "int8-32"), (24, "int6-16-steps"))
+        )
+    )
+    assert form_named(stack.name) == stack
+    assert [stack.at(row).bits for row in (0, 47, 48, 63, 64, 87)] == [4, 4, 8, 8, 6, 6]
+    weight: Any = ops.allocate((88, 600), torch.float32, CPU, form=stack)
+    assert (weight.shape, weight.form, weight.numel()) == ((88, 600), stack, 88 * 600)
+    weight.write(0, rows)
+    ends = [(0, 48), (48, 64), (64, 88)]
+    codes = [
+        as_codes(rows[first:last], form)
+        for (first, last), (_, form) in zip(ends, stack.parts, strict=True)
+    ]
+    x, bias = random(70, 600, seed=1), random(88, 1, seed=2)[:, 0]
+    for count in (1, 3, 20, 70):
+        expected = torch.cat([product(x[:count], part) for part in codes], dim=1)
+        assert torch.equal(ops.linear(x[:count], weight), expected)
+        assert torch.equal(ops.linear(x[:count], weight, bias), expected + bias)
+    numbers = torch.cat([part.numbers() for part in codes])
+    assert torch.equal(weight.read(), numbers)
+    assert torch.equal(weight.read(40, 30), numbers[40:70])
+    copy = weight.clone()
+    weight.write_codes(50, codes[1].rows(0, 10))
+    assert torch.equal(weight.read(50, 10), codes[1].numbers()[:10])
+    assert torch.equal(copy.read(), numbers)
+    with pytest.raises(ValueError, match="do not fit"):
+        weight.write(80, random(9, 600))
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_portable_kernels_equal_the_definition(form: Format) -> None:
+    kernels("portable")
+    ops, numbers, x = cpu_ops(1, "portable"), random(40, 288), random(14, 288, seed=1)
+    weight: Any = ops.allocate((40, 288), torch.float32, CPU, form=form)
+    weight.write(0, numbers)
+    for count in (1, 3, 14):
+        assert torch.equal(
+            ops.linear(x[:count], weight), product(x[:count], as_codes(numbers, form))
+        )

@@ -3,7 +3,7 @@
 Tensors come from safetensors files, or from `.gguf` files by a reader with the same methods.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -36,13 +36,14 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.quantisation import GGUF, quantisation_of
 from nano_inference.models.spec.text_part import is_of_another_part
 from nano_inference.ops.cpu.build import CPUINFO, flags_in
-from nano_inference.ops.formats import FILE, Format, widest
+from nano_inference.ops.formats import FILE, Format, Stack, widest
 from nano_inference.ops.quantised import Codes, widened
 from nano_inference.system.progress import Progress
 from nano_inference.system.regular_files import open_regular, read_json
 
 # Skipped tensors: old checkpoints' buffers, which are computed, and activations' parameters.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", *ACTIVATIONS)
+PANEL = 16  # rows that kernels read together; a part of a stack begins with one
 MOST_HEADER = 10**8  # bytes: safetensors rejects longer headers
 # names of safetensors
 _STORED_DTYPES = tuple(each.replace("bfloat", "BF").replace("float", "F") for each in WEIGHT_DTYPES)
@@ -119,7 +120,7 @@ def load_params(
             if slot.tied_to is not None:
                 if not _is_equal(params, slot, weights[name], weights[slot.tied_to]):
                     raise ModelLoadError(_untied(name, slot))
-            elif _holds(params[slot.param], weights[name]):
+            elif _holds(params[slot.param], slot, weights[name]):
                 _write_codes(params[slot.param], slot, weights[name])
             else:
                 write(params, slot, slot.take(weights[name]))
@@ -129,7 +130,7 @@ def load_params(
 
 def _file_formats(
     folder: Path, table: tuple[ParamSpec, ...], weights: Mapping[str, Any]
-) -> dict[str, Format]:
+) -> dict[str, Format | Stack]:
     """Return the format of each parameter whose tensors are all stored as codes that products read.
 
     Other codes of a .gguf file are dequantized. In other files they raise `ModelLoadError`.
@@ -140,19 +141,19 @@ def _file_formats(
             f"quantization='file' needs a quantized checkpoint, but {folder} holds plain weights; "
             "use 'int8', 'int8-32' or 'int4' to quantize them."
         )
-    formats: dict[str, Format] = {}
+    formats: dict[str, Format | Stack] = {}
     for param in (each for each in table if each.codes is not None):
         sources = {source.name: weights[source.name] for source in param.sources}
         forms = {name: getattr(weight, "form", None) for name, weight in sources.items()}
         known = [form for form in forms.values() if form is not None]
         if len(known) == len(forms):
-            formats[param.name] = widest(known)
+            formats[param.name] = _held(param, known)
         elif said.method != GGUF:
             _require_no_codes(sources, forms)
     return formats
 
 
-def gguf_formats(file: Path, table: tuple[ParamSpec, ...]) -> dict[str, Format]:
+def gguf_formats(file: Path, table: tuple[ParamSpec, ...]) -> dict[str, Format | Stack]:
     """Return the formats that `load_params` gives a `.gguf` file's parameters with quantization
     `"file"`.
 
@@ -161,13 +162,26 @@ def gguf_formats(file: Path, table: tuple[ParamSpec, ...]) -> dict[str, Format]:
     reader = GgufReader(file, device=HOST)
     names = set(reader.keys())
     forms = {name: reader.get_slice(name).form for name in names}
-    formats: dict[str, Format] = {}
+    formats: dict[str, Format | Stack] = {}
     for param in (each for each in table if each.codes is not None):
         sources = [forms.get(source.name) for source in param.sources]
         known = [form for form in sources if form is not None]
         if len(known) == len(sources):
-            formats[param.name] = widest(known)
+            formats[param.name] = _held(param, known)
     return formats
+
+
+def _held(param: ParamSpec, forms: Sequence[Format]) -> Format | Stack:
+    """Return the format that holds a parameter's sources, which have these formats."""
+    columns, rows = param.shape[1], [source.local_shape[0] for source in param.sources]
+    if not param.stacks or len(set(forms)) == 1 or any(count % PANEL for count in rows[:-1]):
+        return widest(forms, columns)
+    parts: list[tuple[int, Format]] = []
+    for count, form in zip(rows, (widest([form], columns) for form in forms), strict=True):
+        if parts and parts[-1][1] == form:
+            count += parts.pop()[0]
+        parts.append((count, form))
+    return Stack(tuple(parts)) if len(parts) > 1 else parts[0][1]
 
 
 def _require_no_codes(sources: Mapping[str, Any], forms: Mapping[str, Format | None]) -> None:
@@ -184,9 +198,15 @@ def _require_no_codes(sources: Mapping[str, Any], forms: Mapping[str, Format | N
             )
 
 
-def _holds(param: Any, weight: Any) -> bool:
+def _form_at(param: Any, slot: Slot) -> Format | None:
+    """Return the format of a slot's rows, or None if unquantized."""
+    form = form_of(param)
+    return form.at(slot.start) if isinstance(form, Stack) else form
+
+
+def _holds(param: Any, slot: Slot, weight: Any) -> bool:
     """Return True if a parameter can store a file's codes unchanged."""
-    held = form_of(param)
+    held = _form_at(param, slot)
     form = None if held is None else getattr(weight, "form", None)
     return held is not None and form is not None and held.holds(form)
 
@@ -197,10 +217,11 @@ def _write_codes(param: Any, slot: Slot, weight: Any) -> None:
     parts, within = slot.parts or ((0, rows),), (0, columns)
     if slot.parts is not None and slot.axis == 1:
         parts, (within,) = ((0, rows),), slot.parts
-    start = slot.start
+    start, form = slot.start, _form_at(param, slot)
+    assert form is not None
     for first, last in parts:
         for codes in weight.codes(first, last):
-            piece = widened(codes, param.form, (0, columns)).columns(*within)
+            piece = widened(codes, form, (0, columns)).columns(*within)
             param.write_codes(start, piece)
             start += len(piece.codes)
 
@@ -208,7 +229,7 @@ def _write_codes(param: Any, slot: Slot, weight: Any) -> None:
 def _is_equal(params: dict[str, Any], slot: Slot, head: Any, embedding: Any) -> bool:
     """Return True if a head equals its tied embedding, which is already written."""
     tensor = slot.take(head)
-    if _holds(params[slot.param], embedding):
+    if _holds(params[slot.param], slot, embedding):
         return namespace(tensor).equal(tensor, slot.take(embedding))
     return namespace(tensor).equal(as_held(params, slot, tensor), read(params, slot))
 

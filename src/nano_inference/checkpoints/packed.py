@@ -16,7 +16,7 @@ from nano_inference.models.parameters.table import param_table
 from nano_inference.models.sharding.shard import ModelShard
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.cpu.memory import RecordedArena
-from nano_inference.ops.formats import FORMATS
+from nano_inference.ops.formats import form_named
 from nano_inference.ops.interface import Packing
 from nano_inference.system.version import __version__
 
@@ -49,7 +49,7 @@ def load_packed(
         return load_params(folder, spec, dtype, device, matrix, part, quantization)
     if (opened := file.open()) is not None:
         arena, notes = opened
-        formats = {name: FORMATS[form] for name, form in notes["formats"].items()}
+        formats = {name: form_named(form) for name, form in notes["formats"].items()}
         try:
             matrix = packing.allocate(arena)
             return allocate(table, dtype, device, matrix, formats, arena.take)

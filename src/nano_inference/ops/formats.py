@@ -1,12 +1,15 @@
-"""The formats of weights in 8 and 4 bits. `ops.quantised` defines their arithmetic. This module
+"""The formats of weights in 8 to 4 bits. `ops.quantised` defines their arithmetic. This module
 must not import torch.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 GROUP = 32
+STEP = 256  # columns that share a step
+Scales = Literal["half", "float", "steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,17 +18,18 @@ class Format:
 
     Attributes:
         name: Name of the format.
-        bits: Bits per code, 8 or 4. Codes of 8 bits are -128 to 127, codes of 4 bits 0 to 15.
-            Without a minimum, the latter represent -8 to 7.
+        bits: Bits per code: 8, 6, 5 or 4. Codes of 8 bits are -128 to 127. Others count from 0, and
+            without a minimum the middle of their range represents 0.
         group: Number of columns that share a scale. 0: a whole segment.
-        wide: If True, scales are float32, otherwise float16.
-        mins: If True, a group also has a float32 minimum.
+        scales: Storage of scales: float16, float32, or `"steps"`: an int8 times a float16 that 256
+            columns share, as in K-quants of GGUF files.
+        mins: If True, a group also has a minimum, stored like a scale.
     """
 
     name: str
     bits: int
     group: int
-    wide: bool = False
+    scales: Scales = "half"
     mins: bool = False
 
     @property
@@ -34,48 +38,90 @@ class Format:
         return self.bits / 8 + (self.group_bytes / self.group if self.group else 0)
 
     @property
-    def group_bytes(self) -> int:
+    def group_bytes(self) -> float:
         """Bytes of a group's scale and minimum."""
-        return (4 if self.wide else 2) + (4 if self.mins else 0)
+        steps = 1 + 2 * self.group / STEP
+        scale = {"half": 2, "float": 4, "steps": steps}[self.scales]
+        return scale * (2 if self.mins else 1)
 
     @property
     def middle(self) -> int:
         """Code that represents 0 if codes have no sign and the format has no minimum."""
         return 0 if self.bits == 8 else 1 << (self.bits - 1)
 
+    @property
+    def groups_per_step(self) -> int:
+        """Number of groups that share a step."""
+        return STEP // self.group
+
     def holds(self, other: "Format") -> bool:
         """Return True if this format stores weights of another format bit for bit. A format with
         group 0 only qualifies if a row has one segment.
         """
-        if self.bits == 4 and self.mins and not other.mins and other.wide:
+        is_moved = self.bits < 8 and self.mins and not other.mins
+        if is_moved and (self.scales, other.scales) != ("float", "half"):
             return False  # code * scale - 8 * scale may round differently than (code - 8) * scale
-        nested = other.group % self.group == 0 if self.group else other.group == 0
+        if self.scales == "steps":
+            nested = self.group == other.group
+        else:
+            nested = other.group % self.group == 0 if self.group else other.group == 0
         return (
             nested
             and self.bits >= other.bits
-            and self.wide >= other.wide
+            and self.scales in (other.scales, "float")
             and self.mins >= other.mins
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Formats of a weight whose rows have different ones.
+
+    Attributes:
+        parts: Number of rows and format of each part, from the first row on.
+    """
+
+    parts: tuple[tuple[int, Format], ...]
+
+    @property
+    def name(self) -> str:
+        """Rows and names of the formats, as `form_named` reads them."""
+        return " + ".join(f"{rows} {form.name}" for rows, form in self.parts)
+
+    def at(self, row: int) -> Format:
+        """Return the format of a row."""
+        for rows, form in self.parts:
+            if row < rows:
+                return form
+            row -= rows
+        raise IndexError(f"row {row} is not within the parts of {self.name}.")
 
 
 FORMATS = {
     each.name: each
     for each in (
-        Format("int8", 8, 0, wide=True),
+        Format("int8", 8, 0, scales="float"),
         Format("int8-32", 8, GROUP),
         Format("int4-32", 4, GROUP),
-        # formats of GGUF files, in order: Q6_K/Q3_K, Q4_K/Q4_1, Q5_K/Q5_1, Q2_K
-        Format("int8-16-wide", 8, 16, wide=True),
-        Format("int4-32-min", 4, GROUP, wide=True, mins=True),
-        Format("int8-32-min", 8, GROUP, wide=True, mins=True),
-        Format("int8-16-min", 8, 16, wide=True, mins=True),
+        # formats of GGUF files: Q5_0, Q4_1, Q5_1, Q4_K, Q5_K, Q6_K
+        Format("int5-32", 5, GROUP),
+        Format("int4-32-min-half", 4, GROUP, mins=True),
+        Format("int5-32-min-half", 5, GROUP, mins=True),
+        Format("int4-32-steps", 4, GROUP, scales="steps", mins=True),
+        Format("int5-32-steps", 5, GROUP, scales="steps", mins=True),
+        Format("int6-16-steps", 6, 16, scales="steps"),
+        # parameters whose tensors have different formats
+        Format("int8-16-wide", 8, 16, scales="float"),
+        Format("int4-32-min", 4, GROUP, scales="float", mins=True),
+        Format("int8-32-min", 8, GROUP, scales="float", mins=True),
+        Format("int8-16-min", 8, 16, scales="float", mins=True),
         # formats of compressed-tensors, GPTQ and AWQ
-        Format("int4-32-wide", 4, GROUP, wide=True),
-        Format("int4-64-wide", 4, 64, wide=True),
-        Format("int4-64-min", 4, 64, wide=True, mins=True),
-        Format("int4-128-wide", 4, 128, wide=True),
-        Format("int4-128-min", 4, 128, wide=True, mins=True),
-        Format("int8-128-wide", 8, 128, wide=True),
+        Format("int4-32-wide", 4, GROUP, scales="float"),
+        Format("int4-64-wide", 4, 64, scales="float"),
+        Format("int4-64-min", 4, 64, scales="float", mins=True),
+        Format("int4-128-wide", 4, 128, scales="float"),
+        Format("int4-128-min", 4, 128, scales="float", mins=True),
+        Format("int8-128-wide", 8, 128, scales="float"),
     )
 }
 FILE = "file"  # `EngineConfig.quantization`: the formats of a quantized checkpoint
@@ -85,6 +131,19 @@ QUANTIZATIONS = {
     "int8-32": (FORMATS["int8-32"], FORMATS["int8-32"]),
     "int4": (FORMATS["int4-32"], FORMATS["int8-32"]),
 }
+
+
+def form_named(name: str) -> Format | Stack:
+    """Return a format or a stack by its name. Raise `KeyError` or `ValueError` for another name."""
+    if name in FORMATS:
+        return FORMATS[name]
+    parts = [part.split(" ") for part in name.split(" + ")]
+    return Stack(tuple((int(rows), FORMATS[form]) for rows, form in parts))
+
+
+def parts_of(form: Format | Stack, rows: int) -> tuple[tuple[int, Format], ...]:
+    """Return the number of rows and the format of each part of a weight with `rows` rows."""
+    return form.parts if isinstance(form, Stack) else ((rows, form),)
 
 
 def bounds_of(segments: tuple[int, ...] | None, columns: int, form: Format) -> tuple[int, ...]:
@@ -106,18 +165,30 @@ def groups_of(bounds: tuple[int, ...], form: Format) -> list[tuple[int, int]]:
     ]
 
 
-def widest(forms: Iterable[Format]) -> Format:
-    """Return the smallest format that holds the contents of all these formats."""
+def widest(forms: Iterable[Format], columns: int = 0) -> Format:
+    """Return the smallest format that holds the contents of all these formats. Steps are excluded
+    if they do not divide `columns`, since a part of a row may then begin within one.
+    """
     wanted = tuple(forms)
-    candidates = (form for form in FORMATS.values() if all(form.holds(each) for each in wanted))
+    candidates = (
+        form
+        for form in FORMATS.values()
+        if all(form.holds(each) for each in wanted)
+        and not (form.scales == "steps" and columns % STEP)
+    )
     return min(candidates, key=_size)
 
 
 def fitting(bits: int, group: int, wide: bool, mins: bool) -> Format | None:
-    """Return the smallest format with codes of this many bits that holds such codes, or None. The
-    arguments are attributes of `Format`.
+    """Return the smallest format with codes of this many bits that holds such codes, or None.
+
+    Args:
+        bits: Bits per code.
+        group: Number of columns that share a scale, or 0.
+        wide: If True, scales are float32, otherwise float16.
+        mins: If True, there are minima, in float32.
     """
-    wanted = Format("", bits, group, wide, mins)
+    wanted = Format("", bits, group, "float" if wide or mins else "half", mins)
     candidates = (form for form in FORMATS.values() if form.bits == bits and form.holds(wanted))
     return min(candidates, key=_size, default=None)
 

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, Literal, NamedTuple, NoReturn, Pro
 
 from nano_inference.arrays import Device, Dtype, Tensor, namespace
 from nano_inference.ops.batches import ForwardBatch
-from nano_inference.ops.formats import Format
+from nano_inference.ops.formats import Format, Stack
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ops.lora import Adapted, Place, placed
 from nano_inference.ops.moe import Exchange, Experts, Note
@@ -476,7 +476,7 @@ class Allocate(Protocol):
         dtype: Dtype,
         device: Device,
         latent: Latent | None = None,
-        form: Format | None = None,
+        form: Format | Stack | None = None,
         segments: Segments | None = None,
     ) -> Weight:
         """Return an uninitialized weight [out, in] that products can read: a tensor, or a class
@@ -488,7 +488,8 @@ class Allocate(Protocol):
                 inputs.
             device: Device that holds the weight.
             latent: Sizes of attention over latents, if `LatentOps` reads the weight.
-            form: Format of the weight's codes. Products have the bits of `ops.quantised.product`.
+            form: Format of the weight's codes, or formats of its rows. Products have the bits of
+                `ops.quantised.product`.
             segments: Segments with which `linear` will be called.
         """
         ...

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits: the arithmetic that every backend implements. `ops.formats` defines the
+"""Weights in 8 to 4 bits: the arithmetic that every backend implements. `ops.formats` defines the
 formats.
 
 A weight is integers (codes) times scales. A product rounds its input to codes of 8 bits, row by
@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from nano_inference.arrays import Tensor, namespace, with_columns
-from nano_inference.ops.formats import Format, groups_of
+from nano_inference.ops.formats import STEP, Format, groups_of, widest
 from nano_inference.parallel.segments import tree_sum
 
 MOST = 127  # largest code of 8 bits, also of every input
@@ -55,10 +55,10 @@ def quantise_rows(x: Tensor, groups: list[tuple[int, int]]) -> tuple[Tensor, Ten
 @np.errstate(all="ignore")
 def quantise_weight(
     weight: Tensor, form: Format, groups: list[tuple[int, int]]
-) -> tuple[Tensor, Tensor]:
-    """Quantize a weight [rows, K] to codes int8 [rows, K] (of 4 bits: -8 to 7) and scales float32
-    [rows, groups]. Scales are rounded to float16 if the format stores them so. Non-finite numbers
-    make a scale NaN.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Quantize a weight [rows, K] to codes int8 [rows, K] (of 4 bits: -8 to 7), scales float32
+    [rows, groups], and their steps if the format has steps. Scales are rounded as the format stores
+    them. Non-finite numbers make a scale NaN, or all scales with the same step.
     """
     xp, weight = namespace(weight), weight.float()
     codes = xp.zeros(weight.shape, dtype=xp.int8, device=weight.device)
@@ -71,17 +71,42 @@ def quantise_weight(
         index = part.abs().argmax(dim=1, keepdim=True)  # the first of several equal ones
         largest = part.gather(1, index)
         if form.bits == 8:
-            scale, low, high = largest.abs() / xp.full_like(largest, MOST), -MOST, MOST
+            scale = largest.abs() / xp.full_like(largest, MOST)
         else:
-            scale, low, high = largest / -form.middle, -form.middle, form.middle - 1
-        scale = xp.where(largest.abs() > TINY, scale, 0.0) + known
-        if not form.wide:
-            scale = scale.to(xp.float16).float()
+            scale = largest / -form.middle
+        scales[:, g : g + 1] = xp.where(largest.abs() > TINY, scale, 0.0) + known
+    steps = None
+    if form.scales == "half":
+        scales = scales.to(xp.float16).float()
+    if form.scales == "steps":
+        scales, steps = _in_steps(scales, form)
+    low, high = (-MOST, MOST) if form.bits == 8 else (-form.middle, form.middle - 1)
+    for g, (first, last) in enumerate(groups):
+        scale = scales[:, g : g + 1]
         inverse = xp.where(scale == 0, 0.0, 1 / scale)
-        whole = xp.round(part * inverse).clamp(low, high)
+        whole = xp.round(weight[:, first:last] * inverse).clamp(low, high)
+        known = (scale * 0) + (weight[:, first:last] * 0).sum(dim=1, keepdim=True)
         codes[:, first:last] = xp.where(known == 0, whole, 0.0).to(xp.int8)
-        scales[:, g : g + 1] = scale
-    return codes, scales
+    return codes, scales, steps
+
+
+def _in_steps(scales: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    """Round scales [rows, groups] away from 0 to whole steps, at most 127. Return them and the
+    steps [rows, steps], both in float32.
+    """
+    xp, width = namespace(scales), form.groups_per_step
+    steps = scales.new_zeros((len(scales), -(-scales.shape[1] // width)))
+    rounded = xp.zeros_like(scales)
+    for at in range(steps.shape[1]):
+        part = scales[:, at * width : (at + 1) * width]
+        largest = part.abs().amax(dim=1, keepdim=True) + (part * 0).sum(dim=1, keepdim=True)
+        step = (largest / xp.full_like(largest, MOST)).to(xp.float16).float()
+        size = part.abs() * xp.where(step == 0, 0.0, 1 / step)
+        size = (-xp.floor(-size)).clamp(0, MOST)
+        whole = xp.where(part < 0, -size, size)
+        rounded[:, at * width : (at + 1) * width] = xp.where(step * 0 == 0, whole, 0.0) * step
+        steps[:, at : at + 1] = step
+    return rounded, steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +119,8 @@ class Codes:
         form: Format of the weight.
         bounds: Bounds of its segments.
         mins: float32 [rows, groups] if the format has minima.
+        steps: float32 [rows, steps] if the format has steps. Scales are multiples of them.
+        min_steps: The same for minima.
     """
 
     codes: Tensor
@@ -101,6 +128,8 @@ class Codes:
     form: Format
     bounds: tuple[int, ...]
     mins: Tensor | None = None
+    steps: Tensor | None = None
+    min_steps: Tensor | None = None
 
     @property
     def groups(self) -> list[tuple[int, int]]:
@@ -109,20 +138,33 @@ class Codes:
 
     def rows(self, start: int, stop: int) -> "Codes":
         """Return the rows [start, stop)."""
-        mins = None if self.mins is None else self.mins[start:stop]
-        codes, scales = self.codes[start:stop], self.scales[start:stop]
-        return replace(self, codes=codes, scales=scales, mins=mins)
+        parts = [
+            None if part is None else part[start:stop]
+            for part in (self.codes, self.scales, self.mins, self.steps, self.min_steps)
+        ]
+        codes, scales, mins, steps, min_steps = parts
+        assert codes is not None
+        assert scales is not None
+        return Codes(codes, scales, self.form, self.bounds, mins, steps, min_steps)
 
     def columns(self, start: int, stop: int) -> "Codes":
         """Return the columns [start, stop), which must be whole groups or a part of the only
-        one.
+        one. Without whole steps, the result has float32 scales.
         """
         groups = slice(0, 1)
         if self.form.group:
             groups = slice(start // self.form.group, -(-stop // self.form.group))
         mins = None if self.mins is None else self.mins[:, groups]
         codes, scales = self.codes[:, start:stop], self.scales[:, groups]
-        return replace(self, codes=codes, scales=scales, bounds=(0, stop - start), mins=mins)
+        part = replace(self, codes=codes, scales=scales, bounds=(0, stop - start), mins=mins)
+        if self.steps is None:
+            return part
+        if start % STEP:
+            form = widest([self.form], columns=1)
+            return replace(part, form=form, steps=None, min_steps=None)
+        steps = slice(start // STEP, -(-stop // STEP))
+        min_steps = None if self.min_steps is None else self.min_steps[:, steps]
+        return replace(part, steps=self.steps[:, steps], min_steps=min_steps)
 
     def numbers(self) -> Tensor:
         """Decode the weights, float32 [rows, K]."""
@@ -136,10 +178,10 @@ class Codes:
 
 def unpacked(data: Tensor, columns: int, form: Format) -> Tensor:
     """Unpack codes int8 [n, columns] from rows of bytes that begin with them. Codes of 4 bits are
-    stored two per byte, the first in the lower half.
+    stored two per byte, the first in the lower half, others one per byte.
     """
     xp = namespace(data)
-    if form.bits == 8:
+    if form.bits != 4:
         return data[:, :columns].view(xp.int8)
     pairs = data[:, : -(-columns // 2)]
     codes = xp.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :columns]
@@ -149,21 +191,40 @@ def unpacked(data: Tensor, columns: int, form: Format) -> Tensor:
 def packed(codes: Tensor, form: Format) -> Tensor:
     """Pack codes int8 [n, K] to bytes uint8 [n, K or half of it] that `unpacked` reads."""
     xp = namespace(codes)
-    if form.bits == 8:
+    if form.bits != 4:
         return codes.view(xp.uint8)
     moved = codes if form.mins else codes + form.middle
     pairs = with_columns(moved, -(-codes.shape[1] // 2) * 2).view(xp.uint8)
     return pairs[:, ::2] | pairs[:, 1::2] << 4
 
 
+@np.errstate(all="ignore")
 def encode(weight: Tensor, form: Format, bounds: tuple[int, ...]) -> Codes:
     """Encode a weight [rows, K] in a format. Formats with a minimum are meant for codes from files.
     The minimum set here only centers the codes: 8 * scale for 4 bits, 0 for 8 bits.
     """
-    codes, scales = quantise_weight(weight, form, groups_of(bounds, form))
+    codes, scales, steps = quantise_weight(weight, form, groups_of(bounds, form))
     if not form.mins:
-        return Codes(codes, scales, form, bounds)
-    return Codes(codes + form.middle, scales, form, bounds, scales * form.middle)
+        return Codes(codes, scales, form, bounds, steps=steps)
+    xp, min_steps = namespace(scales), None
+    mins = scales * form.middle
+    if form.scales == "half":
+        mins = mins.to(xp.float16).float()
+    if steps is not None:
+        min_steps = (steps * form.middle).to(xp.float16).float()
+        mins = _whole(scales, steps, form) * _spread(min_steps, scales.shape[1], form)
+    return Codes(codes + form.middle, scales, form, bounds, mins, steps, min_steps)
+
+
+def _spread(steps: Tensor, groups: int, form: Format) -> Tensor:
+    """Return the step of each group, [rows, groups]."""
+    return steps[:, namespace(steps).arange(groups) // form.groups_per_step]
+
+
+def _whole(scales: Tensor, steps: Tensor, form: Format) -> Tensor:
+    """Return scales as numbers of steps, -128 to 127."""
+    xp, each = namespace(scales), _spread(steps, scales.shape[1], form)
+    return xp.where(each * 0 == 0, xp.where(each == 0, 0.0, xp.round(scales / each)), 0.0)
 
 
 def product(x: Tensor, weight: Codes) -> Tensor:
@@ -195,6 +256,8 @@ def widened(weight: Codes, form: Format, bounds: tuple[int, ...]) -> Codes:
     """
     if (weight.form, weight.bounds) == (form, bounds):
         return weight
+    if weight.form == form and form.group:
+        return replace(weight, bounds=bounds)
     starts = [first for first, _ in weight.groups]
     at = [bisect_right(starts, first) - 1 for first, _ in groups_of(bounds, form)]
     codes, scales = weight.codes, weight.scales[:, at]

@@ -22,11 +22,11 @@ from nano_inference.errors import WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.fused import fused_tensors
 from nano_inference.models.parameters.slots import Slot, named_slots
-from nano_inference.models.parameters.storage import form_of
+from nano_inference.models.parameters.storage import formats_of
 from nano_inference.models.parameters.table import HEAD, param_table
 from nano_inference.models.parameters.values import as_held, patch, read, write
 from nano_inference.models.spec.text_part import is_of_another_part
-from nano_inference.ops.formats import Format
+from nano_inference.ops.formats import Format, Stack
 from nano_inference.types import KvPolicy
 
 NOT_A_TENSOR = "is not a tensor of this model; use the names of its checkpoint."
@@ -84,9 +84,7 @@ class WeightSet:
         self.names = [name for name, slot in self.slots.items() if slot.tied_to is None]
         self._in_float32 = {param.name for param in table if param.keep_float32}
         self._codes = {param.name: param.codes for param in table if param.codes is not None}
-        # formats of this rank's parameters
-        forms = {param.codes: form_of(model.params.get(param.name)) for param in own_table}
-        self._forms = {codes: form for codes, form in forms.items() if form is not None}
+        self._forms = formats_of(model.params)
 
     def passes_over(self, name: object) -> bool:
         """Return True if a tensor belongs to a part of the checkpoint that this engine does not
@@ -108,7 +106,9 @@ class WeightSet:
         """Return the format of a quantized tensor. None if it is stored plainly, or only on other
         ranks.
         """
-        return self._forms.get(self._codes.get(self.slots[name].param))
+        slot = self.own.get(name)
+        form = None if slot is None else self._forms.get(slot.param)
+        return form.at(slot.start) if slot is not None and isinstance(form, Stack) else form
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor in its stored dtype. Raises `WeightUpdateError`."""

@@ -18,6 +18,8 @@ class Blocks(NamedTuple):
     codes: np.ndarray  # int8 [rows, columns]; 4-bit codes are -8 to 7, or 0 to 15 with minima
     scales: np.ndarray  # float16 or float32 [rows, groups]
     mins: np.ndarray | None = None  # float32 [rows, groups]
+    steps: np.ndarray | None = None  # float32 [rows, blocks]: scales are multiples of them
+    min_steps: np.ndarray | None = None  # the same for minima
 
 
 class Kind(NamedTuple):
@@ -78,8 +80,8 @@ def _q5_1(blocks: Bytes) -> Blocks:
     return Blocks(_rows(codes), scales, -least)
 
 
-def _scales_and_mins(blocks: Bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales and minima of a block's eight groups.
+def _scales_and_mins(blocks: Bytes) -> tuple[np.ndarray, ...]:
+    """Return the scales and minima of a block's eight groups, and their steps.
 
     Each is a 6-bit integer times a float16 of the block.
     """
@@ -88,7 +90,7 @@ def _scales_and_mins(blocks: Bytes) -> tuple[np.ndarray, np.ndarray]:
     scales = np.concatenate((first & 63, (high & 15) | (first >> 2 & 48)), axis=-1)
     mins = np.concatenate((second & 63, (high >> 4) | (second >> 2 & 48)), axis=-1)
     first, second = d * scales.astype(np.float32), dmin * mins.astype(np.float32)
-    return first.reshape(len(blocks), -1), second.reshape(len(blocks), -1)
+    return tuple(each.reshape(len(blocks), -1) for each in (first, second, d, dmin))
 
 
 def _q4_k(blocks: Bytes) -> Blocks:
@@ -108,20 +110,20 @@ def _q6_k(blocks: Bytes) -> Blocks:
     high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
     high = high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
     codes = low.reshape(*high.shape) | high << 4
-    scales = blocks[..., 192:208].view(np.int8).astype(np.float32)
-    scales = scales * _halves(blocks, 208).astype(np.float32)[..., None]
-    return Blocks(_rows(codes.astype(np.int8) - 32), scales.reshape(len(blocks), -1))
+    steps = _halves(blocks, 208).astype(np.float32)
+    scales = blocks[..., 192:208].view(np.int8).astype(np.float32) * steps[..., None]
+    return Blocks(_rows(codes.astype(np.int8) - 32), scales.reshape(len(blocks), -1), steps=steps)
 
 
 KINDS = {
     "Q8_0": Kind("int8-32", 32, _q8_0),
     "Q4_0": Kind("int4-32", 32, _q4_0),
-    "Q4_1": Kind("int4-32-min", 32, _q4_1),
-    "Q5_0": Kind("int8-32", 32, _q5_0),
-    "Q5_1": Kind("int8-32-min", 32, _q5_1),
-    "Q4_K": Kind("int4-32-min", 256, _q4_k),
-    "Q5_K": Kind("int8-32-min", 256, _q5_k),
-    "Q6_K": Kind("int8-16-wide", 256, _q6_k),
+    "Q4_1": Kind("int4-32-min-half", 32, _q4_1),
+    "Q5_0": Kind("int5-32", 32, _q5_0),
+    "Q5_1": Kind("int5-32-min-half", 32, _q5_1),
+    "Q4_K": Kind("int4-32-steps", 256, _q4_k),
+    "Q5_K": Kind("int5-32-steps", 256, _q5_k),
+    "Q6_K": Kind("int6-16-steps", 256, _q6_k),
 }
 
 
@@ -139,7 +141,7 @@ def numbers_of(kind: str, rows: np.ndarray, columns: int) -> np.ndarray:
         from gguf import GGMLQuantizationType, dequantize  # slow to import
 
         return dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind])
-    codes, scales, mins = read_blocks(kind, rows, columns)
+    codes, scales, mins, *_ = read_blocks(kind, rows, columns)
     numbers = codes.astype(np.float32)
     groups = numbers.reshape(*scales.shape, -1)  # a view
     with np.errstate(invalid="ignore", over="ignore"):  # scales of a damaged file may be infinite

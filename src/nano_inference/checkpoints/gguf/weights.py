@@ -166,7 +166,7 @@ class GgufTensor:
                         f"the GGUF tensor {tensor.name} of {tensor.file} has scales that are not "
                         "finite: the file is damaged; download it again."
                     )
-                codes, scales, mins = (
+                codes, scales, mins, steps, min_steps = (
                     None
                     if each is None
                     else namespace(self._dtype).from_numpy(each).to(self._device)
@@ -174,7 +174,8 @@ class GgufTensor:
                 )
                 assert codes is not None
                 assert scales is not None
-                yield Codes(codes, scales.float(), form, (0, columns), mins)
+                scales, bounds = scales.float(), (0, columns)
+                yield Codes(codes, scales, form, bounds, mins, steps, min_steps)
 
     def _is_turned(self, tensor: StoredTensor) -> bool:
         return kind_of(tensor.name) in self._family.turned

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from nano_inference.ops.formats import QUANTIZATIONS, Format
+from nano_inference.ops.formats import QUANTIZATIONS, Format, Stack
 from nano_inference.ops.settings import Latent
 
 # Quantization of weights: one of `QUANTIZATIONS`, or the format of each parameter by name.
-Formats = str | Mapping[str, Format] | None
+Formats = str | Mapping[str, Format | Stack] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ class ParamSpec:
         latent: Sizes of latents, for a matrix of `LatentOps`. None: any other parameter.
         codes: Part of the model whose quantization applies. None: the parameter stays unquantized.
         segments: Bounds of its columns' segments, as the decoder passes them to `Ops.linear`.
+        stacks: If True, its sources may keep different formats (`Stack`).
     """
 
     name: str
@@ -80,8 +81,9 @@ class ParamSpec:
     latent: Latent | None = None
     codes: Literal["layers", "head"] | None = None
     segments: tuple[int, ...] | None = None
+    stacks: bool = False
 
-    def form(self, quantization: "Formats") -> Format | None:
+    def form(self, quantization: "Formats") -> Format | Stack | None:
         """Return the format under `EngineConfig.quantization`, or None if unquantized."""
         if quantization is None or self.codes is None:
             return None

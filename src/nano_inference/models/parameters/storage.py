@@ -10,7 +10,7 @@ from nano_inference.errors import ConfigError
 from nano_inference.models.parameters.param import Formats, ParamSpec
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops.formats import Format, bounds_of, groups_of
+from nano_inference.ops.formats import Format, Stack, bounds_of, groups_of, parts_of
 
 Allocate = Callable[..., Any]  # `Ops.allocate`
 
@@ -69,13 +69,20 @@ def codes_bytes(table: tuple[ParamSpec, ...], dtype: Dtype, quantization: Format
     return sum(_bytes_of(param, dtype, form) for param, form in forms if form is not None)
 
 
-def _bytes_of(param: ParamSpec, dtype: Dtype, form: Format | None) -> int:
+def _bytes_of(param: ParamSpec, dtype: Dtype, form: Format | Stack | None) -> int:
     if form is None:
         size = 4 if param.keep_float32 else dtype.itemsize
         return math.prod(param.shape) * size
     rows, columns = param.shape
-    groups = len(groups_of(bounds_of(param.segments, columns, form), form))
-    return rows * (-(-columns * form.bits // 8) + groups * form.group_bytes)
+    return sum(
+        count * _row_bytes(columns, each, bounds_of(param.segments, columns, each))
+        for count, each in parts_of(form, rows)
+    )
+
+
+def _row_bytes(columns: int, form: Format, bounds: tuple[int, ...]) -> int:
+    groups = len(groups_of(bounds, form))
+    return -(-columns * form.bits // 8) + math.ceil(groups * form.group_bytes)
 
 
 def require_whole_groups(
@@ -93,8 +100,8 @@ def require_whole_groups(
     """
     for param in param_table(spec):
         form, segments = param.form(quantization), param.segments
-        if form is None or segments is None:
-            continue
+        if form is None or segments is None or isinstance(form, Stack):
+            continue  # a stack is not cut by columns
         if bounds_of(segments, param.shape[1], form) != segments:
             raise ConfigError(
                 f"quantization={name!r} is not possible with tensor_parallel={ranks} for "
@@ -103,7 +110,7 @@ def require_whole_groups(
             )
 
 
-def form_of(param: Any) -> Format | None:
+def form_of(param: Any) -> Format | Stack | None:
     """Return the format of a parameter, or None if unquantized."""
     return getattr(param, "form", None)
 
@@ -130,6 +137,6 @@ def coded_copies(
     return copies
 
 
-def formats_of(params: Mapping[str, Any]) -> dict[str, Format]:
+def formats_of(params: Mapping[str, Any]) -> dict[str, Format | Stack]:
     """Return the format of each quantized parameter."""
     return {name: form for name, param in params.items() if (form := form_of(param)) is not None}

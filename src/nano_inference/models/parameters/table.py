@@ -235,7 +235,11 @@ def _attention(part: ModelShard, layer: int, prefix: str, hf: str) -> list[Param
         rows = {"qkv_proj": (q_rows + 2 * kv_rows, parts)}
     columns = range(part.heads.start * size, part.heads.stop * size)
     params = [
-        replace(stacked_param(f"{prefix}.qkv", hf, "weight", rows, (hidden,)), codes="layers"),
+        replace(
+            stacked_param(f"{prefix}.qkv", hf, "weight", rows, (hidden,)),
+            codes="layers",
+            stacks=True,
+        ),
         product_param(
             f"{prefix}.o",
             Source(f"{hf}.o_proj.weight", (hidden, q_rows), 1, own_part(columns, q_rows)),

@@ -18,11 +18,11 @@ from nano_inference.ops.cpu.memory import Arena
 from nano_inference.ops.cpu.moe import CpuMoe
 from nano_inference.ops.cpu.partial import partial_attention
 from nano_inference.ops.cpu.program import Program, run_once
-from nano_inference.ops.cpu.quantised import QuantisedWeight
+from nano_inference.ops.cpu.quantised import CpuStack, QuantisedWeight
 from nano_inference.ops.cpu.recorder import Recorder
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
-from nano_inference.ops.formats import Format
+from nano_inference.ops.formats import Format, Stack
 from nano_inference.ops.interface import (
     AttentionArgs,
     KvcacheView,
@@ -38,8 +38,8 @@ from nano_inference.ops.interface import (
 from nano_inference.ops.lora import Adapted, Place
 from nano_inference.ops.settings import Latent
 
-LAYOUT = 1  # raised whenever the bytes of a packed weight change
-VERSION = 4  # raised whenever any bit of the results may change
+LAYOUT = 2  # raised whenever the bytes of a packed weight change
+VERSION = 5  # raised whenever any bit of the results may change
 _MatrixPlace: Any = library.struct("MatrixPlace")
 
 
@@ -200,13 +200,15 @@ class CpuOps:
         dtype: Dtype,
         device: Device,
         latent: Latent | None = None,
-        form: Format | None = None,
+        form: Format | Stack | None = None,
         segments: tuple[int, ...] | None = None,
         *,
         arena: Arena | None = None,
-    ) -> PackedWeight | LatentWeight | QuantisedWeight:
+    ) -> PackedWeight | LatentWeight | QuantisedWeight | CpuStack:
         (rows, columns), threads = shape, self.num_threads
         arena = self.arena if arena is None else arena
+        if isinstance(form, Stack):
+            return CpuStack(columns, dtype, threads, form, segments, arena)
         if form is not None:
             return QuantisedWeight(rows, columns, dtype, threads, form, segments, arena)
         if latent is not None:

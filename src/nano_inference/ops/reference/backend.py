@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.ops.formats import Format
+from nano_inference.ops.formats import Format, Stack
 from nano_inference.ops.interface import (
     HeadParts,
     KvcacheView,
@@ -43,6 +43,7 @@ from nano_inference.ops.reference.quantised import QuantisedWeight, quantised_li
 from nano_inference.ops.reference.state import delta_net, short_conv, sigmoid, sigmoid_gate
 from nano_inference.ops.rowwise import gate, normed_rows
 from nano_inference.ops.settings import Latent, Routing
+from nano_inference.ops.stacked import StackedWeight
 from nano_inference.parallel.bounds import check_segments
 from nano_inference.parallel.segments import tree_sum
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
@@ -78,6 +79,9 @@ def linear(
     x: Tensor, weight: Weight, bias: Tensor | None = None, segments: tuple[int, ...] | None = None
 ) -> Tensor:
     """Compute x @ weight.T (+ bias) in tiles of exactly 16 rows, the last one padded."""
+    if isinstance(weight, StackedWeight):
+        sums = torch.cat([quantised_linear(x, part, None) for part in weight.parts], dim=1)
+        return sums if bias is None else sums + bias.to(weight.dtype).float()
     if isinstance(weight, QuantisedWeight):
         return quantised_linear(x, weight, bias)
     assert isinstance(weight, Tensor)
@@ -277,10 +281,15 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
     latent: Latent | None = None,
-    form: Format | None = None,
+    form: Format | Stack | None = None,
     segments: tuple[int, ...] | None = None,
 ) -> Weight:
     """Allocate a weight: a plain tensor, or a `QuantisedWeight` if it has a format."""
+    if isinstance(form, Stack):
+        sizes = [((rows, shape[1]), each) for rows, each in form.parts]
+        return StackedWeight(
+            form, [QuantisedWeight(size, dtype, device, each, segments) for size, each in sizes]
+        )
     if form is not None:
         return QuantisedWeight(shape, dtype, device, form, segments)
     return torch.empty(shape, dtype=dtype, device=device)

@@ -25,7 +25,7 @@ class QuantisedWeight:
     Attributes:
         bounds: Bounds of the segments.
         data: uint8 [rows, bytes of one]: codes (two per byte if they have 4 bits), then scales,
-            then minima. Not initialized.
+            then minima. Steps are not stored. Not initialized.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class QuantisedWeight:
         weight = widened(weight, self.form, self.bounds)
         target = self.data[start : start + len(weight.codes)]
         parts = [packed(weight.codes, self.form), weight.scales.to(self._scale)]
-        parts += [] if weight.mins is None else [weight.mins]
+        parts += [] if weight.mins is None else [weight.mins.to(self._scale)]
         for at, part in zip((0, *self._ends), parts, strict=False):
             stored = part.contiguous().view(torch.uint8)
             target[:, at : at + stored.shape[1]] = stored
@@ -108,21 +108,21 @@ class QuantisedWeight:
         groups = len(groups_of(self.bounds, self.form))
         first, second, end = self._ends
         scales = self.data[:, first:second].view(self._scale)[:, :groups].float()
-        mins = self.data[:, second:end].view(torch.float32) if self.form.mins else None
+        mins = self.data[:, second:end].view(self._scale)[:, :groups].float()
         codes = unpacked(self.data, self.columns, self.form)
-        return Codes(codes, scales, self.form, self.bounds, mins)
+        return Codes(codes, scales, self.form, self.bounds, mins if self.form.mins else None)
 
     @property
     def _scale(self) -> torch.dtype:
-        return torch.float32 if self.form.wide else torch.float16
+        return torch.float16 if self.form.scales == "half" else torch.float32
 
     @property
     def _ends(self) -> tuple[int, int, int]:
         """Byte offsets in a row at which codes, scales and minima end."""
         groups = len(groups_of(self.bounds, self.form))
-        codes = _aligned(-(-self.columns * self.form.bits // 8))
-        scales = codes + _aligned(groups * self._scale.itemsize)
-        return codes, scales, scales + (4 * groups if self.form.mins else 0)
+        codes = _aligned(-(-self.columns // 2) if self.form.bits == 4 else self.columns)
+        size = _aligned(groups * self._scale.itemsize)
+        return codes, codes + size, codes + size * (2 if self.form.mins else 1)
 
     def _with(self, data: Tensor) -> "QuantisedWeight":
         shape = (0, self.columns)

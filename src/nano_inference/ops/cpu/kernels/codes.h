@@ -3,10 +3,13 @@
 //
 //   Sums   sadd(a, b)   sdot8(sums, w, b, x): lane i += the sum over j < 4 of w[4 i + j] * x[j], codes of 8 bits, where b
 //          is lbytes(w); the sums must start at sstart(total of all codes x)
-//   Line   lload(p): 64 codes   lbytes(w): unsigned bytes   llow(w), lhigh(w): the halves of their bytes, 0 to 15
+//   Line   lload(p): 64 codes   lstore(p, w)   lbytes(w): unsigned bytes   llow(w), lhigh(w): the halves of their bytes, 0 to 15
+//          lor(a, b)   lbits<shift, mask>(w): bits of each byte, moved left by shift (right if negative), under a mask
 //   Quad   qdup(x): four input codes, -127 to 127, in all lanes
 //   Halves hzero()   hdot4(halves, w, x): like sdot8 with w of 0 to 15, at most 8 times; then hsums(halves)
-//   Vec    vof(sums)   vof_half(p): 16 float16
+//   Sums   udot2(sums, w, x, v, y): like sdot8 of w and x and of v and y, with w and v of 0 to 63; the sums start at
+//          uzero()
+//   Vec    vof(sums)   vof_half(p): 16 float16   vof_bytes(p): 16 int8
 #pragma once
 #include "simd.h"
 
@@ -54,9 +57,17 @@ inline Sums sstart(int32_t total) { return _mm512_set1_epi32(-128 * total); }
 inline Sums sadd(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
 inline Halves hzero() { return _mm512_setzero_si512(); }
 inline Line lload(const void* p) { return _mm512_loadu_si512(p); }
+inline void lstore(void* p, Line w) { _mm512_storeu_si512(p, w); }
 inline Line lbytes(Line w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
 inline Line llow(Line w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 inline Line lhigh(Line w) { return llow(_mm512_srli_epi16(w, 4)); }
+inline Line lor(Line a, Line b) { return _mm512_or_si512(a, b); }
+template <int shift, int mask>
+inline Line lbits(Line w) {
+  if constexpr (shift > 0) w = _mm512_slli_epi16(w, shift);
+  if constexpr (shift < 0) w = _mm512_srli_epi16(w, -shift);
+  return _mm512_and_si512(w, _mm512_set1_epi8(mask));
+}
 inline Quad qdup(const int8_t* x) {
   int32_t quad;
   memcpy(&quad, x, 4);
@@ -65,7 +76,12 @@ inline Quad qdup(const int8_t* x) {
 inline Sums sdot8(Sums sums, Line, Line bytes, Quad x) { return _mm512_dpbusd_epi32(sums, bytes, x); }
 inline Halves hdot4(Halves sums, Line w, Quad x) { return _mm512_dpbusd_epi32(sums, w, x); }
 inline Sums hsums(Halves sums) { return sums; }
+inline Sums uzero() { return hzero(); }
+inline Sums udot2(Sums sums, Line w, Quad x, Line v, Quad y) { return hdot4(hdot4(sums, w, x), v, y); }
 inline Vec vof(Sums sums) { return _mm512_cvtepi32_ps(sums); }
+inline Vec vof_bytes(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 inline Vec vof_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
 #elif defined(NANO_AVX2) || defined(NANO_AVX512)
@@ -84,12 +100,24 @@ inline Line lload(const void* p) {
   auto q = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
 }
+inline void lstore(void* p, Line w) {
+  auto q = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, w.lo), _mm256_storeu_si256(q + 1, w.hi);
+}
 inline Line lbytes(Line w) { return {_mm256_abs_epi8(w.lo), _mm256_abs_epi8(w.hi)}; }
 inline Line llow(Line w) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(w.lo, mask), _mm256_and_si256(w.hi, mask)};
 }
 inline Line lhigh(Line w) { return llow({_mm256_srli_epi16(w.lo, 4), _mm256_srli_epi16(w.hi, 4)}); }
+inline Line lor(Line a, Line b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+template <int shift, int mask>
+inline Line lbits(Line w) {
+  if constexpr (shift > 0) w = {_mm256_slli_epi16(w.lo, shift), _mm256_slli_epi16(w.hi, shift)};
+  if constexpr (shift < 0) w = {_mm256_srli_epi16(w.lo, -shift), _mm256_srli_epi16(w.hi, -shift)};
+  const __m256i bytes = _mm256_set1_epi8(mask);
+  return {_mm256_and_si256(w.lo, bytes), _mm256_and_si256(w.hi, bytes)};
+}
 inline Quad qdup(const int8_t* x) {
   int32_t quad;
   memcpy(&quad, x, 4);
@@ -118,13 +146,30 @@ inline Halves hdot4(Halves sums, Line w, Quad x) {  // 8 * 2 * 15 * 127 fits int
 inline Sums hsums(Halves sums) { return {widened(sums.lo), widened(sums.hi)}; }
 #endif
 
+inline Sums uzero() { return hzero(); }
+#if defined(NANO_VNNI)
+inline Sums udot2(Sums sums, Line w, Quad x, Line v, Quad y) { return hdot4(hdot4(sums, w, x), v, y); }
+#else
+inline Sums udot2(Sums sums, Line w, Quad x, Line v, Quad y) {  // 4 * 63 * 127 fits into 16 bits
+  const Halves halves = hdot4({_mm256_maddubs_epi16(w.lo, x), _mm256_maddubs_epi16(w.hi, x)}, v, y);
+  return sadd(sums, hsums(halves));
+}
+#endif
+
 #if defined(NANO_AVX512)
+inline Vec vof_bytes(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 inline Vec vof(Sums sums) {
   return _mm512_cvtepi32_ps(_mm512_inserti64x4(_mm512_castsi256_si512(sums.lo), sums.hi, 1));
 }
 inline Vec vof_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 #else
 inline Vec vof(Sums sums) { return {_mm256_cvtepi32_ps(sums.lo), _mm256_cvtepi32_ps(sums.hi)}; }
+inline Vec vof_bytes(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
 inline Vec vof_half(const uint16_t* p) {
   auto q = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
@@ -155,6 +200,7 @@ inline Line lload(const void* p) {
   memcpy(out.at, p, sizeof(out.at));
   return out;
 }
+inline void lstore(void* p, const Line& w) { memcpy(p, w.at, sizeof(w.at)); }
 inline Line lbytes(Line w) { return w; }
 inline Line llow(Line w) {
   for (auto& each : w.at) each &= 15;
@@ -162,6 +208,15 @@ inline Line llow(Line w) {
 }
 inline Line lhigh(Line w) {
   for (auto& each : w.at) each = int8_t(uint8_t(each) >> 4);
+  return w;
+}
+inline Line lor(Line a, const Line& b) {
+  for (int i = 0; i < 4 * LANES; i++) a.at[i] |= b.at[i];
+  return a;
+}
+template <int shift, int mask>
+inline Line lbits(Line w) {
+  for (auto& each : w.at) each = int8_t((shift > 0 ? uint8_t(each) << (shift > 0 ? shift : 0) : uint8_t(each) >> (shift < 0 ? -shift : 0)) & mask);
   return w;
 }
 inline Quad qdup(const int8_t* x) { return {{x[0], x[1], x[2], x[3]}}; }
@@ -172,6 +227,13 @@ inline Halves hdot4(Halves sums, Line w, Quad x) {
 }
 inline Sums sdot8(Sums sums, Line w, Line, Quad x) { return hdot4(sums, w, x); }
 inline Sums hsums(Halves sums) { return sums; }
+inline Sums uzero() { return {}; }
+inline Sums udot2(Sums sums, Line w, Quad x, Line v, Quad y) { return hdot4(hdot4(sums, w, x), v, y); }
+inline Vec vof_bytes(const int8_t* p) {
+  float out[LANES];
+  for (int i = 0; i < LANES; i++) out[i] = float(p[i]);
+  return vload(out);
+}
 inline Vec vof(Sums sums) {
   float out[LANES];
   for (int i = 0; i < LANES; i++) out[i] = float(sums.at[i]);

@@ -1,7 +1,9 @@
 #include "quantised.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
+#include <utility>
 #include <vector>
 
 #include "codes.h"
@@ -96,60 +98,118 @@ INLINE inline void add_quads(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t
   }
 }
 
-// Compute the products over 32 columns: codes of 4 bits.
-template <int HEIGHT>
-INLINE inline void add_32(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx) {
-  Halves halves[HEIGHT];
-  UNROLL for (int i = 0; i < HEIGHT; i++) halves[i] = hzero();
-  UNROLL for (int j = 0; j < 4; j++) {
-    const Line both = lload(w + j * LINE);
-    fetch(w + (j + LINES_AHEAD) * LINE);
-    const Line low = llow(both);
-    UNROLL for (int i = 0; i < HEIGHT; i++) halves[i] = hdot4(halves[i], low, qdup(x + i * ldx + 2 * j * QUAD));
-    const Line high = lhigh(both);
-    UNROLL for (int i = 0; i < HEIGHT; i++) halves[i] = hdot4(halves[i], high, qdup(x + i * ldx + (2 * j + 1) * QUAD));
-  }
-  UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = hsums(halves[i]);
+// Return the high bits of quad Q of a unit, in place: codes of 5 or 6 bits.
+template <int BITS, int Q>
+INLINE inline Line high_bits(const int8_t* unit) {
+  if constexpr (BITS == 5) return lbits<4 - Q, 16>(lload(unit + 4 * LINE));
+  else return lbits<4 - 2 * (Q % 4), 48>(lload(unit + (4 + Q / 4) * LINE));
 }
 
-template <int HEIGHT, int64_t GROUP>
-INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx) {
-  add_32<HEIGHT>(sums, w, x, ldx);
-  for (int64_t k = 32; k < GROUP; k += 32) {
-    Sums more[HEIGHT];
-    add_32<HEIGHT>(more, w + k / 8 * LINE, x + k, ldx);
-    UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sadd(sums[i], more[i]);
+// Return quad Q of a unit: codes of fewer than 8 bits, or bytes that were unpacked from them.
+template <int BITS, bool UNPACKED, int Q>
+INLINE inline Line quad_of(const int8_t* unit) {
+  if constexpr (UNPACKED) return lload(unit + Q * LINE);
+  const Line both = lload(unit + Q / 2 * LINE), low = Q % 2 ? lhigh(both) : llow(both);
+  if constexpr (BITS == 4) return low;
+  else return lor(low, high_bits<BITS, Q>(unit));
+}
+
+// Add the products over the quads 2 J and 2 J + 1 of a unit. Total: Sums, or Halves for codes of 4 bits.
+template <int HEIGHT, int BITS, bool UNPACKED, int J, class Total>
+INLINE inline void add_pair(Total (&totals)[HEIGHT], const int8_t* unit, const int8_t* x, int64_t ldx) {
+  const Line low = quad_of<BITS, UNPACKED, 2 * J>(unit), high = quad_of<BITS, UNPACKED, 2 * J + 1>(unit);
+  UNROLL for (int i = 0; i < HEIGHT; i++) {
+    const Quad first = qdup(x + i * ldx + 2 * J * QUAD), second = qdup(x + i * ldx + (2 * J + 1) * QUAD);
+    if constexpr (BITS == 4) totals[i] = hdot4(hdot4(totals[i], low, first), high, second);
+    else totals[i] = udot2(totals[i], low, first, high, second);
+  }
+}
+
+// Add the products over the pairs J of quads.
+template <int HEIGHT, int BITS, bool UNPACKED, int... J>
+INLINE inline void add_pairs(Sums (&sums)[HEIGHT], const int8_t* unit, const int8_t* x, int64_t ldx) {
+  if constexpr (BITS == 4) {
+    Halves halves[HEIGHT];
+    UNROLL for (int i = 0; i < HEIGHT; i++) halves[i] = hzero();
+    (add_pair<HEIGHT, BITS, UNPACKED, J>(halves, unit, x, ldx), ...);
+    UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sadd(sums[i], hsums(halves[i]));
+  } else {
+    (add_pair<HEIGHT, BITS, UNPACKED, J>(sums, unit, x, ldx), ...);
+  }
+}
+
+// Compute the products over a group of codes of fewer than 8 bits.
+template <int HEIGHT, int BITS, bool UNPACKED, int64_t GROUP>
+INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* codes, int64_t g, const int8_t* x, int64_t ldx) {
+  constexpr int64_t UNIT = (UNPACKED ? 8 : BITS) * LINE;
+  UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = uzero();
+  if constexpr (GROUP == 16) {
+    const int8_t* unit = codes + g / 2 * UNIT;
+    if (g % 2) return add_pairs<HEIGHT, BITS, UNPACKED, 2, 3>(sums, unit, x - 4 * QUAD, ldx);
+    if (!UNPACKED) UNROLL for (int j = 0; j < BITS; j++) fetch(unit + (j + LINES_AHEAD) * LINE);
+    add_pairs<HEIGHT, BITS, UNPACKED, 0, 1>(sums, unit, x, ldx);
+  } else {
+    for (int64_t k = 0; k < GROUP; k += 32) {
+      const int8_t* unit = codes + (g * GROUP + k) / 32 * UNIT;
+      if (!UNPACKED) UNROLL for (int j = 0; j < BITS; j++) fetch(unit + (j + LINES_AHEAD) * LINE);
+      add_pairs<HEIGHT, BITS, UNPACKED, 0, 1, 2, 3>(sums, unit, x + k, ldx);
+    }
   }
 }
 
 // Storage format of a weight as compile-time constants.
-template <int BITS_, int64_t GROUP_, bool WIDE_, bool MINS_>
+template <int BITS_, int64_t GROUP_, Scales SCALES_, bool MINS_>
 struct Format {
-  static constexpr int BITS = BITS_;
+  static constexpr int BITS = BITS_, MIDDLE = BITS == 8 ? 0 : 1 << (BITS - 1);
   static constexpr int64_t GROUP = GROUP_;
-  static constexpr bool WIDE = WIDE_, MINS = MINS_;
+  static constexpr Scales SCALES = SCALES_;
+  static constexpr bool MINS = MINS_;
+};
+
+constexpr int64_t STEP = 256;  // columns that share a step
+
+// Scales or minima of a panel.
+template <class F>
+class PanelScales {
+ public:
+  PanelScales(const void* scales, int64_t panel, int64_t groups) : at_(static_cast<const char*>(scales) + panel * size(groups)) {}
+  INLINE inline Vec operator()(int64_t g) const {
+    if constexpr (F::SCALES == Scales::STEPS) {
+      const char* record = at_ + g / EACH * RECORD;
+      return vmul(vof_half(reinterpret_cast<const uint16_t*>(record)), vof_bytes(reinterpret_cast<const int8_t*>(record) + (2 + g % EACH) * LANES));
+    } else if constexpr (F::SCALES == Scales::FLOAT) {
+      return vload(reinterpret_cast<const float*>(at_) + g * LANES);
+    } else {
+      return vof_half(reinterpret_cast<const uint16_t*>(at_) + g * LANES);
+    }
+  }
+
+ private:
+  static constexpr int64_t EACH = F::SCALES == Scales::STEPS ? STEP / F::GROUP : 1, RECORD = (2 + EACH) * LANES;
+  static int64_t size(int64_t groups) {  // bytes of a panel
+    return F::SCALES == Scales::STEPS ? (groups + EACH - 1) / EACH * RECORD : groups * LANES * (F::SCALES == Scales::FLOAT ? 4 : 2);
+  }
+  const char* at_;
 };
 
 // Return total + the scaled value of the integers of a row and group.
 template <class F>
-INLINE inline Vec add_scaled(Vec total, Vec whole, const Inputs& inputs, int64_t row, int64_t g, Vec scales, const float* mins) {
+INLINE inline Vec add_scaled(Vec total, Vec whole, const Inputs& inputs, int64_t row, int64_t g, Vec scales, const PanelScales<F>& mins) {
   const float sum = float(inputs.total(row, g));
   const Vec own = vset(inputs.scale(row, g));
-  if (F::BITS == 4 && !F::MINS) whole = vsub(whole, vset(8 * sum));  // exact: below 2^24
+  if (F::MIDDLE && !F::MINS) whole = vsub(whole, vset(F::MIDDLE * sum));  // exact: below 2^24
   total = vadd(total, vmul(whole, vmul(own, scales)));
-  return F::MINS ? vsub(total, vmul(vset(sum), vmul(own, vload(mins)))) : total;
+  if constexpr (F::MINS) total = vsub(total, vmul(vset(sum), vmul(own, mins(g))));
+  return total;
 }
 
-// Multiply HEIGHT rows from `row` on by one panel. The sums of a row are `stride` apart.
-template <int HEIGHT, class F>
-void tile(const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, float* out, int stride) {
+// Multiply HEIGHT rows from `row` on by one panel, whose codes are `codes`. The sums of a row are `stride` apart.
+template <int HEIGHT, class F, bool UNPACKED>
+void tile(const Quantised& w, int64_t panel, const int8_t* codes, const Inputs& inputs, int64_t row, float* out, int stride) {
   constexpr int64_t GROUP = F::GROUP;
   const int64_t quads = inputs.num_quads(), ldx = quads * QUAD, groups = inputs.num_groups();
-  const int8_t *codes = static_cast<const int8_t*>(w.codes) + panel * quads * LINE * F::BITS / 8, *x = inputs.codes(row);
-  const int64_t first_scale = panel * groups * LANES;
-  const auto* halves = static_cast<const uint16_t*>(w.scales) + first_scale;
-  const auto* floats = static_cast<const float*>(w.scales) + first_scale;
-  const float* mins = w.mins + first_scale;
+  const int8_t* x = inputs.codes(row);
+  const PanelScales<F> scales(w.scales, panel, groups), mins(w.mins, panel, groups);
   alignas(64) float waiting[Segments::DEPTH][HEIGHT * LANES];  // sums of finished segments, for their partners
   int depth = 0;
   for (int64_t s = 0; s < w.segments.count; s++) {
@@ -160,17 +220,16 @@ void tile(const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, 
     for (int64_t g = first; g < last; g++) {
       Sums sums[HEIGHT];
       UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sstart(inputs.total(row + i, g));
-      if constexpr (F::BITS == 4) {
-        add_group<HEIGHT, GROUP>(sums, codes + g * (GROUP / 8) * LINE, x + g * GROUP, ldx);
+      if constexpr (F::BITS < 8) {
+        add_group<HEIGHT, F::BITS, UNPACKED, GROUP>(sums, codes, g, x + g * GROUP, ldx);
       } else if constexpr (GROUP > 0) {
         add_quads<HEIGHT>(sums, codes + g * (GROUP / QUAD) * LINE, x + g * GROUP, ldx, GROUP / QUAD);
       } else {
         add_quads<HEIGHT>(sums, codes + start / QUAD * LINE, x + start, ldx, (end - start + QUAD - 1) / QUAD);
       }
-      const Vec scales = F::WIDE ? vload(floats + g * LANES) : vof_half(halves + g * LANES);
-      UNROLL for (int i = 0; i < HEIGHT; i++) {
-        total[i] = add_scaled<F>(total[i], vof(sums[i]), inputs, row + i, g, scales, F::MINS ? mins + g * LANES : mins);
-      }
+      const Vec factors = scales(g);
+      UNROLL for (int i = 0; i < HEIGHT; i++)
+        total[i] = add_scaled<F>(total[i], vof(sums[i]), inputs, row + i, g, factors, mins);
     }
     for (int64_t pairs = s; pairs & 1; pairs >>= 1) {  // as a binary counter carries
       depth--;
@@ -182,27 +241,27 @@ void tile(const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, 
   }
 }
 
-template <class F>
-void tile_of(int height, const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, float* out, int stride) {
+template <class F, bool UNPACKED>
+void tile_of(int height, const Quantised& w, int64_t panel, const int8_t* codes, const Inputs& inputs, int64_t row, float* out, int stride) {
   switch (height) {
-    case 1: return tile<1, F>(w, panel, inputs, row, out, stride);
+    case 1: return tile<1, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
 #if defined(NANO_AVX2) || defined(NANO_AVX512)
-    case 2: return tile<2, F>(w, panel, inputs, row, out, stride);
-    case 3: return tile<3, F>(w, panel, inputs, row, out, stride);
-    case 4: return tile<4, F>(w, panel, inputs, row, out, stride);
+    case 2: return tile<2, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
+    case 3: return tile<3, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
+    case 4: return tile<4, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
 #endif
 #if defined(NANO_AVX512) && defined(NANO_VNNI)
-    case 5: return tile<5, F>(w, panel, inputs, row, out, stride);
-    case 6: return tile<6, F>(w, panel, inputs, row, out, stride);
-    case 7: return tile<7, F>(w, panel, inputs, row, out, stride);
-    case 8: return tile<8, F>(w, panel, inputs, row, out, stride);
+    case 5: return tile<5, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
+    case 6: return tile<6, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
+    case 7: return tile<7, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
+    case 8: return tile<8, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
 #endif
   }
 }
 
 template <class F>
 bool has_format(const Quantised& w) {
-  return w.bits == F::BITS && w.group == F::GROUP && (w.wide != 0) == F::WIDE && (w.mins != nullptr) == F::MINS;
+  return w.bits == F::BITS && w.group == F::GROUP && w.scaling == int64_t(F::SCALES) && (w.mins != nullptr) == F::MINS;
 }
 
 // Call use(format) with the weight's format, one of these. Return false for any other format.
@@ -215,15 +274,46 @@ struct Formats {
 };
 template <class Use>
 bool with_format(const Quantised& w, Use use) {
-  using Known = Formats<Format<4, 128, true, true>, Format<4, 128, true, false>, Format<4, 64, true, true>,
-                        Format<4, 64, true, false>, Format<4, 32, true, true>, Format<4, 32, true, false>,
-                        Format<4, 32, false, false>, Format<8, 128, true, false>, Format<8, 16, true, true>,
-                        Format<8, 16, true, false>, Format<8, 32, true, true>, Format<8, 32, false, false>,
-                        Format<8, 0, true, false>>;
+  constexpr Scales HALF = Scales::HALF, FLOAT = Scales::FLOAT, STEPS = Scales::STEPS;
+  using Known = Formats<Format<4, 128, FLOAT, true>, Format<4, 128, FLOAT, false>, Format<4, 64, FLOAT, true>,
+                        Format<4, 64, FLOAT, false>, Format<4, 32, FLOAT, true>, Format<4, 32, FLOAT, false>,
+                        Format<4, 32, HALF, true>, Format<4, 32, HALF, false>, Format<4, 32, STEPS, true>,
+                        Format<5, 32, HALF, true>, Format<5, 32, HALF, false>, Format<5, 32, STEPS, true>,
+                        Format<6, 16, STEPS, false>, Format<8, 128, FLOAT, false>, Format<8, 16, FLOAT, true>,
+                        Format<8, 16, FLOAT, false>, Format<8, 32, FLOAT, true>, Format<8, 32, HALF, false>,
+                        Format<8, 0, FLOAT, false>>;
   return Known::with(w, use);
 }
 
-using Tile = void (*)(int height, const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, float* out, int stride);
+using Tile = void (*)(int height, const Quantised& w, int64_t panel, const int8_t* codes, const Inputs& inputs, int64_t row,
+                      float* out, int stride);
+
+const int8_t* codes_of(const Quantised& w, int64_t panel) {
+  return static_cast<const int8_t*>(w.codes) + panel * w.num_quads() * LINE * w.bits / 8;
+}
+
+template <int BITS, int... Q>
+inline void unpack_unit(const int8_t* unit, int8_t* bytes, std::integer_sequence<int, Q...>) {
+  (lstore(bytes + Q * LINE, quad_of<BITS, false, Q>(unit)), ...);
+}
+
+// Return the codes of a panel as bytes. Codes of fewer than 8 bits are unpacked to `memory`.
+inline const int8_t* bytes_of(const Quantised& w, int64_t panel, std::vector<int8_t>& memory) {
+  const int64_t quads = w.num_quads();
+  const int8_t* codes = codes_of(w, panel);
+  if (w.bits == 8) return codes;
+  memory.resize(size_t(quads * LINE));
+  for (int64_t unit = 0; unit < quads / 8; unit++) {
+    const int8_t* from = codes + unit * w.bits * LINE;
+    int8_t* bytes = memory.data() + unit * 8 * LINE;
+    for (int64_t j = 0; j < w.bits; j++) fetch(from + (j + LINES_AHEAD) * LINE);
+    constexpr auto EIGHT = std::make_integer_sequence<int, 8>();
+    if (w.bits == 4) unpack_unit<4>(from, bytes, EIGHT);
+    if (w.bits == 5) unpack_unit<5>(from, bytes, EIGHT);
+    if (w.bits == 6) unpack_unit<6>(from, bytes, EIGHT);
+  }
+  return memory.data();
+}
 
 #if defined(NANO_AMX)
 // Like `tile`, for up to 16 rows and a panel with groups, whose codes are bytes. Tiles 0 and 1 are the sums of
@@ -232,11 +322,9 @@ template <class F>
 void tile_in_tiles(const Quantised& w, int64_t panel, const int8_t* codes, const Inputs& inputs, int64_t row, int height,
                    float* out, int stride) {
   constexpr int64_t GROUP = F::GROUP, PART = GROUP < LINE ? GROUP : LINE;  // columns of a tile
-  const int64_t ldx = inputs.num_quads() * QUAD, groups = inputs.num_groups(), first_scale = panel * groups * LANES;
+  const int64_t ldx = inputs.num_quads() * QUAD, groups = inputs.num_groups();
   const int8_t* x = inputs.codes(row);
-  const auto* halves = static_cast<const uint16_t*>(w.scales) + first_scale;
-  const auto* floats = static_cast<const float*>(w.scales) + first_scale;
-  const float* mins = w.mins + first_scale;
+  const PanelScales<F> scales(w.scales, panel, groups), mins(w.mins, panel, groups);
   alignas(64) int32_t whole[2][LANES * LANES];
   alignas(64) float waiting[Segments::DEPTH][LANES * LANES];  // sums of finished segments, for their partners
   auto multiply = [&](int64_t g) INLINE {
@@ -267,10 +355,9 @@ void tile_in_tiles(const Quantised& w, int64_t panel, const int8_t* codes, const
     if (first < last) multiply(first);
     for (int64_t g = first; g < last; g++) {
       if (g + 1 < last) multiply(g + 1);
-      const Vec scales = F::WIDE ? vload(floats + g * LANES) : vof_half(halves + g * LANES);
-      for (int i = 0; i < height; i++) {
-        total[i] = add_scaled<F>(total[i], vof(iload(whole[g % 2] + i * LANES)), inputs, row + i, g, scales, F::MINS ? mins + g * LANES : mins);
-      }
+      const Vec factors = scales(g);
+      for (int i = 0; i < height; i++)
+        total[i] = add_scaled<F>(total[i], vof(iload(whole[g % 2] + i * LANES)), inputs, row + i, g, factors, mins);
     }
     for (int64_t pairs = s; pairs & 1; pairs >>= 1) {  // as a binary counter carries
       depth--;
@@ -283,23 +370,38 @@ void tile_in_tiles(const Quantised& w, int64_t panel, const int8_t* codes, const
 }
 #endif
 
+constexpr int64_t FEW_TILES = 2;  // up to this many tiles, unpacking codes once takes longer than in each tile
+
 // A panel of codes stays in the cache while all rows pass.
 template <class T>
 void walk_codes(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t num_rows, int64_t panel, int64_t end_panel) {
+  const Quantised& w = *job.w.codes;
   const int64_t num_tiles = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+  const bool unpacked = w.bits < 8 && num_tiles > FEW_TILES;
   const int width = job.gated() ? 2 : 1;
   Tile compute = nullptr;
-  if (!with_format(*job.w.codes, [&](auto format) { compute = tile_of<decltype(format)>; })) std::abort();
+  if (!with_format(w, [&](auto format) {
+        using F = decltype(format);
+        compute = tile_of<F, false>;
+        if constexpr (F::BITS < 8)
+          if (unpacked) compute = tile_of<F, true>;
+      }))
+    std::abort();
+  static thread_local std::vector<int8_t> memory[2];
   alignas(64) float sums[MOST_ROWS * 2 * LANES];
-  for (; panel < end_panel; panel++)
+  for (; panel < end_panel; panel++) {
+    int64_t at[2];
+    const int8_t* codes[2];
+    for (int j = 0; j < width; j++) {
+      at[j] = job.w.first + panel + j * job.num_panels();
+      codes[j] = unpacked ? bytes_of(w, at[j], memory[j]) : codes_of(w, at[j]);
+    }
     for (int64_t t = 0; t < num_tiles; t++) {
       const int64_t from = num_rows * t / num_tiles, to = num_rows * (t + 1) / num_tiles;
-      for (int j = 0; j < width; j++) {
-        const int64_t at = job.w.first + panel + j * job.num_panels();
-        compute(int(to - from), *job.w.codes, at, inputs, from, sums + j * LANES, width * LANES);
-      }
+      for (int j = 0; j < width; j++) compute(int(to - from), w, at[j], codes[j], inputs, from, sums + j * LANES, width * LANES);
       finish_tile(job, row + from, int(to - from), panel, width, sums);
     }
+  }
 }
 
 #if defined(NANO_AMX)
@@ -346,21 +448,6 @@ void code_sums(const int8_t* x, int64_t ldx, int height, const int8_t* const (&w
       istore(at, more[0]);
     }
   }
-}
-
-// Return the codes of a panel as bytes. Codes of 4 bits are unpacked to `memory`.
-inline const int8_t* bytes_of(const Quantised& w, int64_t panel, std::vector<int8_t>& memory) {
-  const int64_t quads = w.num_quads();
-  const auto* codes = static_cast<const int8_t*>(w.codes) + panel * quads * LINE * w.bits / 8;
-  if (w.bits == 8) return codes;
-  memory.resize(size_t(quads * LINE));
-  for (int64_t line = 0; line < quads / 2; line++) {
-    const Line both = lload(codes + line * LINE);
-    fetch(codes + (line + LINES_AHEAD) * LINE);
-    istore(memory.data() + 2 * line * LINE, llow(both));
-    istore(memory.data() + (2 * line + 1) * LINE, lhigh(both));
-  }
-  return memory.data();
 }
 
 // Like `walk_codes`, for formats with groups.
@@ -439,9 +526,9 @@ void walk_tiles(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t
 
 }  // namespace
 
+// Compute a product with a weight of one format.
 template <class T>
-void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
-  if (row >= end_row || panel >= end_panel) return;
+static void linear_in_format(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
   static thread_local Inputs inputs;
   inputs.take(job.x + row * job.ldx, job.ldx, end_row - row, *job.w.codes);
 #if defined(NANO_AMX)
@@ -451,60 +538,160 @@ void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_
 #endif
   walk_codes(job, inputs, row, end_row - row, panel, end_panel);
 }
+
+template <class T>
+void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
+  if (row >= end_row) return;
+  int64_t first = -job.w.first;  // output panel at which the format begins
+  for (const Quantised* w = job.w.codes; w; first += w->num_panels, w = w->next) {
+    const int64_t end = w->next ? std::min(end_panel, first + w->num_panels) : end_panel;
+    if (panel >= end) continue;
+    Linear<T> own = job;
+    own.w.codes = w, own.w.first = -first;
+    linear_in_format(own, row, end_row, panel, end);
+    panel = end;
+  }
+}
 template void quantised_linear(const Linear<bf16>&, int64_t, int64_t, int64_t, int64_t);
 template void quantised_linear(const Linear<float>&, int64_t, int64_t, int64_t, int64_t);
 
-// Store a scale, and return it as stored, possibly rounded to 16 bits.
-static float store_scale(const Quantised& weight, int64_t place, float scale) {
-  if (weight.wide) return static_cast<float*>(const_cast<void*>(weight.scales))[place] = scale;
-  const uint16_t half = to_half(scale);
-  static_cast<uint16_t*>(const_cast<void*>(weight.scales))[place] = half;
-  return of_half(half);
+namespace {
+
+// Groups per record, or 1.
+int64_t groups_per_step(const Quantised& weight) { return weight.scaling == int64_t(Scales::STEPS) ? STEP / weight.group : 1; }
+
+// Return the record of a row's group. Steps of the row are at halves [lane], whole numbers at bytes [2 + group][lane].
+char* record_of(const Quantised& weight, const void* scales, int64_t row, int64_t g) {
+  const int64_t each = groups_per_step(weight), records = (weight.num_groups() + each - 1) / each;
+  return static_cast<char*>(const_cast<void*>(scales)) + (row / LANES * records + g / each) * (2 + each) * LANES;
 }
 
-// Store row n in the panel that holds it. `codes` are whole quads; `base` is added to codes of 4 bits.
-static void store_codes(const Quantised& weight, int64_t n, const int8_t* codes, int base) {
-  const int64_t quads = weight.num_quads(), panel = n / LANES, lane = n % LANES;
+float load_scale(const Quantised& weight, const void* scales, int64_t row, int64_t g) {
+  const int64_t lane = row % LANES, place = (row / LANES * weight.num_groups() + g) * LANES + lane;
+  if (weight.scaling == int64_t(Scales::FLOAT)) return static_cast<const float*>(scales)[place];
+  if (weight.scaling == int64_t(Scales::HALF)) return of_half(static_cast<const uint16_t*>(scales)[place]);
+  const char* record = record_of(weight, scales, row, g);
+  return of_half(reinterpret_cast<const uint16_t*>(record)[lane]) * float(int8_t(record[(2 + g % groups_per_step(weight)) * LANES + lane]));
+}
+
+// Store the scales or minima of a row. With steps, each must be a multiple of its step.
+void store_scales(const Quantised& weight, const void* scales, int64_t row, const float* values, const float* steps) {
+  const int64_t lane = row % LANES, num_groups = weight.num_groups();
+  for (int64_t g = 0; g < num_groups; g++) {
+    const int64_t place = (row / LANES * num_groups + g) * LANES + lane;
+    if (weight.scaling == int64_t(Scales::FLOAT)) {
+      static_cast<float*>(const_cast<void*>(scales))[place] = values[g];
+    } else if (weight.scaling == int64_t(Scales::HALF)) {
+      static_cast<uint16_t*>(const_cast<void*>(scales))[place] = to_half(values[g]);
+    } else {
+      const float step = steps[g / groups_per_step(weight)];
+      char* record = record_of(weight, scales, row, g);
+      const bool usable = step * 0.f == 0.f && step != 0.f;
+      reinterpret_cast<uint16_t*>(record)[lane] = to_half(step);
+      record[(2 + g % groups_per_step(weight)) * LANES + lane] = char(usable ? int8_t(std::nearbyint(values[g] / step)) : 0);
+    }
+  }
+}
+
+// Store row n in the panel that holds it. `codes` are whole quads; `base` is added to codes of fewer than 8 bits.
+void store_codes(const Quantised& weight, int64_t n, const int8_t* codes, int base) {
+  const int64_t quads = weight.num_quads(), panel = n / LANES, lane = n % LANES, bits = weight.bits;
   auto* out = static_cast<uint8_t*>(const_cast<void*>(weight.codes));
-  if (weight.bits == 8) {
+  if (bits == 8) {
     for (int64_t q = 0; q < quads; q++) memcpy(out + ((panel * quads + q) * LANES + lane) * QUAD, codes + q * QUAD, QUAD);
     return;
   }
-  for (int64_t q = 0; q < quads; q += 2)
+  for (int64_t unit = 0; unit < quads / 8; unit++) {
+    uint8_t* lines = out + (panel * quads / 8 + unit) * bits * LINE + lane * QUAD;
     for (int64_t c = 0; c < QUAD; c++) {
-      const int low = codes[q * QUAD + c] + base, high = codes[(q + 1) * QUAD + c] + base;
-      out[((panel * quads / 2 + q / 2) * LANES + lane) * QUAD + c] = uint8_t(low | high << 4);
+      int each[8];
+      for (int64_t q = 0; q < 8; q++) each[q] = codes[(unit * 8 + q) * QUAD + c] + base;
+      for (int64_t j = 0; j < 4; j++) lines[j * LINE + c] = uint8_t((each[2 * j] & 15) | (each[2 * j + 1] & 15) << 4);
+      for (int64_t line = 4; line < bits; line++) {
+        int high = 0;
+        for (int q = 0; q < 8; q++) {
+          if (bits == 5) high |= (each[q] >> 4) << q;
+          else if (q / 4 == line - 4) high |= (each[q] >> 4) << 2 * (q % 4);
+        }
+        lines[line * LINE + c] = uint8_t(high);
+      }
     }
+  }
 }
+
+// Return the code at column k of a row, as stored.
+int load_code(const Quantised& weight, int64_t row, int64_t k) {
+  const int64_t quads = weight.num_quads(), panel = row / LANES, place = row % LANES * QUAD + k % QUAD, quad = k / QUAD;
+  auto* codes = static_cast<const uint8_t*>(weight.codes);
+  if (weight.bits == 8) return int8_t(codes[(panel * quads + quad) * LINE + place]);
+  const int q = int(quad % 8);
+  const uint8_t* lines = codes + (panel * quads / 8 + quad / 8) * weight.bits * LINE + place;
+  const int low = lines[q / 2 * LINE] >> (q % 2 ? 4 : 0) & 15;
+  if (weight.bits == 5) return low | (lines[4 * LINE] >> q & 1) << 4;
+  return weight.bits == 6 ? low | (lines[(4 + q / 4) * LINE] >> 2 * (q % 4) & 3) << 4 : low;
+}
+
+int middle_of(const Quantised& weight) { return weight.bits == 8 ? 0 : 1 << (weight.bits - 1); }
+
+// Round the scales of a row away from 0 to whole steps, and compute these.
+void in_steps(const Quantised& weight, std::vector<float>& scales, std::vector<float>& steps) {
+  const size_t each = size_t(groups_per_step(weight));
+  for (size_t at = 0; at < steps.size(); at++) {
+    const size_t first = at * each, last = std::min(first + each, scales.size());
+    float largest = 0.f, known = 0.f;
+    for (size_t g = first; g < last; g++) largest = std::max(largest, std::fabs(scales[g])), known += scales[g] * 0.f;
+    const float step = steps[at] = of_half(to_half(largest / MOST + known));
+    const float inverse = step == 0.f ? 0.f : 1.f / step;
+    for (size_t g = first; g < last; g++) {
+      const float size = std::min(std::ceil(std::fabs(scales[g]) * inverse), MOST);
+      scales[g] = (step * 0.f == 0.f ? std::copysign(size, scales[g]) : 0.f) * step;
+    }
+  }
+}
+
+}  // namespace
 
 template <class S>
 void quantise(const S* source, const Quantised& weight, int64_t start, int64_t count, int64_t columns) {
   const Groups groups(weight);
-  const int64_t quads = weight.num_quads(), num_groups = weight.num_groups();
-  std::vector<float> row(size_t(columns), 0.f);
+  const int64_t quads = weight.num_quads(), num_groups = weight.num_groups(), each = groups_per_step(weight);
+  const int middle = middle_of(weight);
+  const float low = middle ? float(-middle) : -MOST, high = middle ? float(middle - 1) : MOST;
+  std::vector<float> row(size_t(columns), 0.f), scales(size_t(num_groups), 0.f);
+  std::vector<float> steps(size_t((num_groups + each - 1) / each), 0.f);
   std::vector<int8_t> codes(size_t(quads * QUAD));
   for (int64_t n = start; n < start + count; n++) {
-    const int64_t panel = n / LANES, lane = n % LANES;
     as_floats(source + (n - start) * columns, columns, row.data());
     std::fill(codes.begin(), codes.end(), 0);
     for (int64_t g = 0; g < num_groups; g++) {
       const int64_t first = groups.first(g), size = groups.last(g) - first;
       const float* part = row.data() + first;
       const Range range = range_of(part, size);
-      float scale = range.largest > TINY ? range.largest / MOST : 0.f, low = -MOST, high = MOST;
-      if (weight.bits == 4) {
+      float scale = range.largest > TINY ? range.largest / MOST : 0.f;
+      if (middle) {
         float largest = 0.f;  // with its sign; the first of several equal ones
         for (int64_t k = 0; k < size && largest == 0.f; k++)
           if (std::fabs(part[k]) == range.largest) largest = part[k];
-        scale = range.largest > TINY ? largest / -8.f : 0.f, low = -8.f, high = 7.f;
+        scale = range.largest > TINY ? largest / low : 0.f;
       }
       scale += range.known;
-      const int64_t place = (panel * num_groups + g) * LANES + lane;
-      if (weight.mins) const_cast<float*>(weight.mins)[place] = weight.bits == 4 ? scale * 8.f : 0.f;
-      scale = store_scale(weight, place, scale);
-      if (range.known == 0.f) round_codes(part, size, scale == 0.f ? 0.f : 1.f / scale, low, high, codes.data() + first);
+      scales[size_t(g)] = weight.scaling == int64_t(Scales::HALF) ? of_half(to_half(scale)) : scale;
     }
-    store_codes(weight, n, codes.data(), 8);
+    if (each > 1) in_steps(weight, scales, steps);
+    for (int64_t g = 0; g < num_groups; g++) {
+      const int64_t first = groups.first(g), size = groups.last(g) - first;
+      const float scale = scales[size_t(g)], *part = row.data() + first;
+      if (scale * 0.f == 0.f && range_of(part, size).known == 0.f)
+        round_codes(part, size, scale == 0.f ? 0.f : 1.f / scale, low, high, codes.data() + first);
+    }
+    store_scales(weight, weight.scales, n, scales.data(), steps.data());
+    if (weight.mins) {
+      std::vector<float> mins(scales), min_steps(steps);
+      for (float& min : mins) min *= float(middle);
+      for (float& step : min_steps) step = of_half(to_half(step * float(middle)));
+      store_scales(weight, weight.mins, n, mins.data(), min_steps.data());
+    }
+    store_codes(weight, n, codes.data(), middle);
   }
 }
 template void quantise(const bf16*, const Quantised&, int64_t, int64_t, int64_t);
@@ -512,23 +699,13 @@ template void quantise(const float*, const Quantised&, int64_t, int64_t, int64_t
 
 void dequantise(const Quantised& weight, int64_t row, int64_t columns, float scale, float* out) {
   const Groups groups(weight);
-  const int64_t quads = weight.num_quads(), panel = row / LANES, lane = row % LANES;
-  auto* codes = static_cast<const uint8_t*>(weight.codes);
+  const int base = weight.mins ? 0 : middle_of(weight);
   for (int64_t g = 0; g < weight.num_groups(); g++) {
-    const int64_t place = (panel * weight.num_groups() + g) * LANES + lane;
-    const float own = weight.wide ? static_cast<const float*>(weight.scales)[place]
-                                  : of_half(static_cast<const uint16_t*>(weight.scales)[place]);
+    const float own = load_scale(weight, weight.scales, row, g);
+    const float least = weight.mins ? load_scale(weight, weight.mins, row, g) : 0.f;
     for (int64_t k = groups.first(g); k < groups.last(g); k++) {
-      const int64_t quad = k / QUAD;
-      int code;
-      if (weight.bits == 8) {
-        code = int8_t(codes[((panel * quads + quad) * LANES + lane) * QUAD + k % QUAD]);
-      } else {
-        const int both = codes[((panel * quads / 2 + quad / 2) * LANES + lane) * QUAD + k % QUAD];
-        code = (quad % 2 ? both >> 4 : both & 15) - (weight.mins ? 0 : 8);
-      }
-      out[k] = float(code) * own;
-      if (weight.mins) out[k] -= weight.mins[place];
+      out[k] = float(load_code(weight, row, k) - base) * own;
+      if (weight.mins) out[k] -= least;
       if (scale != 1.f) out[k] *= scale;
     }
   }
@@ -553,20 +730,19 @@ void nano_quantise(const void* source, int64_t source_is_bf16, const Quantised* 
   run_team(int(num_threads), work);
 }
 
-// Store codes [count, columns] unchanged, with scales and minima [count, groups]. Rows of codes are `stride` apart.
-void nano_store_codes(const int8_t* source, int64_t stride, const float* scales, const float* mins, const Quantised* weight,
-                      int64_t start, int64_t count, int64_t columns, int64_t num_threads) {
+// Store codes [count, columns] unchanged, with scales and minima [count, groups] and their steps [count, steps]. Rows of
+// codes are `stride` apart.
+void nano_store_codes(const int8_t* source, int64_t stride, const float* scales, const float* mins, const float* steps,
+                      const float* min_steps, const Quantised* weight, int64_t start, int64_t count, int64_t columns,
+                      int64_t num_threads) {
   auto work = [&](Team& team) {
-    const int64_t num_groups = weight->num_groups();
+    const int64_t num_groups = weight->num_groups(), each = groups_per_step(*weight), num_steps = (num_groups + each - 1) / each;
     std::vector<int8_t> row(size_t(weight->num_quads() * QUAD), 0);
     for (int64_t i = team.begin(count); i < team.end(count); i++) {
       memcpy(row.data(), source + i * stride, size_t(columns));
-      store_codes(*weight, start + i, row.data(), weight->mins ? 0 : 8);
-      for (int64_t g = 0; g < num_groups; g++) {
-        const int64_t place = ((start + i) / LANES * num_groups + g) * LANES + (start + i) % LANES;
-        store_scale(*weight, place, scales[i * num_groups + g]);
-        if (weight->mins) const_cast<float*>(weight->mins)[place] = mins[i * num_groups + g];
-      }
+      store_codes(*weight, start + i, row.data(), weight->mins ? 0 : middle_of(*weight));
+      store_scales(*weight, weight->scales, start + i, scales + i * num_groups, steps + i * num_steps);
+      if (weight->mins) store_scales(*weight, weight->mins, start + i, mins + i * num_groups, min_steps + i * num_steps);
     }
   };
   run_team(int(num_threads), work);

@@ -1,4 +1,4 @@
-// Products with weights in codes of 8 or 4 bits. ops/quantised.py defines their results.
+// Products with weights in codes of 8 to 4 bits. ops/quantised.py defines their results.
 #pragma once
 #include <cstdint>
 
@@ -6,24 +6,32 @@
 
 namespace nano {
 
+// Storage of scales and minima, [panels][groups][16] each: float16, float, or records of the groups of 256 columns:
+// 16 float16 steps, then [groups][16] int8 numbers of steps.
+enum class Scales : int32_t { HALF = 0, FLOAT = 1, STEPS = 2 };
+
 // Storage of a weight [rows, columns]. A panel is 16 rows; a quad is four columns of each of them, 64 codes.
 //   codes of 8 bits: [panels][quads][16][4] int8
-//   codes of 4 bits: [panels][quads / 2][16][4] bytes: the lower halves of line j are quad 2 j, the upper halves quad
-//                    2 j + 1; without minima 8 represents 0
-//   scales: [panels][groups][16], float if wide, otherwise float16; minima: float, same shape
-// A group is 16, 32, 64 or 128 columns; group 0: a segment. Columns are padded with codes of 0 to whole groups or
+//   codes of fewer bits: [panels][units][bits][64] bytes. A unit is eight quads. The lower halves of its line j < 4 are
+//     the low four bits of quad 2 j, the upper halves those of quad 2 j + 1. The fifth bit of quad q is bit q of line 4.
+//     The fifth and sixth bits of quad q are bits 2 (q % 4) and above of line 4 + q / 4. Without minima, the middle of
+//     the range represents 0
+// A group is 16, 32, 64 or 128 columns; group 0: a segment. Columns are padded with codes of 0 to whole groups, units or
 // quads.
 struct Quantised {
-  int64_t bits, group, wide;
+  int64_t bits, group, scaling;
   const void *codes, *scales;
-  const float* mins;  // or null
+  const void* mins;  // stored like scales, or null
   Segments segments;  // of the columns; at least one
+  int64_t num_panels;
+  const Quantised* next;  // the weight's further rows, in another format; or null
 
+  int64_t num_columns() const { return segments.bounds[segments.count]; }
   int64_t num_quads() const {
-    const int64_t columns = segments.bounds[segments.count];
-    return group ? (columns + group - 1) / group * (group / 4) : (columns + 3) / 4;
+    const int64_t whole = bits < 8 && group < 32 ? 32 : group ? group : 4;
+    return (num_columns() + whole - 1) / whole * (whole / 4);
   }
-  int64_t num_groups() const { return group ? num_quads() * 4 / group : segments.count; }  // per row
+  int64_t num_groups() const { return group ? (num_columns() + group - 1) / group : segments.count; }  // per row
 };
 
 // Replace rows [start, start + count) by `source` [count, columns], bf16 or float, rounded to codes.
