@@ -107,8 +107,10 @@ class WeightSet:
         ranks.
         """
         slot = self.own.get(name)
-        form = None if slot is None else self._forms.get(slot.param)
-        return form.at(slot.start) if slot is not None and isinstance(form, Stack) else form
+        if slot is None:
+            return None
+        form = self._forms.get(slot.param)
+        return form.at(slot.start) if isinstance(form, Stack) else form
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor in its stored dtype. Raises `WeightUpdateError`."""
