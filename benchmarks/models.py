@@ -79,7 +79,7 @@ QWEN_4B_CONFIG = QWEN_CONFIG | {
     "num_attention_heads": 32,
     "intermediate_size": 9728,
 }
-# Eight of the 48 layers of Qwen3-30B-A3B: 5.5 billion weights, of which 0.9 compute a token
+# Eight of the 48 layers of Qwen3-30B-A3B: 5.6 billion weights, of which 0.8 compute a token
 QWEN_30B_A3B_CONFIG = QWEN_CONFIG | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
