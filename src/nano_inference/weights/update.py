@@ -83,8 +83,11 @@ class WeightSet:
         self.shapes |= {name: slot.shape for name, slot in self.slots.items()}
         self.names = [name for name, slot in self.slots.items() if slot.tied_to is None]
         self._in_float32 = {param.name for param in table if param.keep_float32}
-        self._codes = {param.name: param.codes for param in table if param.codes is not None}
         self._forms = formats_of(model.params)
+        # with those of other ranks
+        self._codes = self._forms.keys() | {
+            param.name for param in table if param.codes in ("layers", "head")
+        }
 
     def passes_over(self, name: object) -> bool:
         """Return True if a tensor belongs to a part of the checkpoint that this engine does not

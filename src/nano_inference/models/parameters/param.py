@@ -66,7 +66,8 @@ class ParamSpec:
         other_names: Alternative checkpoint names of a source or the tied head: (usual, other).
         fused: Tensors that hold all sources, in order, in a trainer's memory or in checkpoints.
         latent: Sizes of latents, for a matrix of `LatentOps`. None: any other parameter.
-        codes: Part of the model whose quantization applies. None: the parameter stays unquantized.
+        codes: Part of the model whose quantization applies. An untied `"embedding"` only has the
+            codes of a file. None: the parameter stays unquantized.
         segments: Bounds of its columns' segments, as the decoder passes them to `Ops.linear`.
         stacks: If True, its sources may keep different formats (`Stack`).
     """
@@ -79,7 +80,7 @@ class ParamSpec:
     fused: tuple[Fused, ...] = ()
     other_names: tuple[tuple[str, str], ...] = ()
     latent: Latent | None = None
-    codes: Literal["layers", "head"] | None = None
+    codes: Literal["layers", "head", "embedding"] | None = None
     segments: tuple[int, ...] | None = None
     stacks: bool = False
 
@@ -90,4 +91,4 @@ class ParamSpec:
         if not isinstance(quantization, str):
             return quantization.get(self.name)
         layers, head = QUANTIZATIONS.get(quantization, (None, None))  # "file" has no row
-        return {"layers": layers, "head": head}[self.codes]
+        return {"layers": layers, "head": head, "embedding": None}[self.codes]

@@ -61,7 +61,7 @@ def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamS
         )
         tied = HEAD if spec.tie_word_embeddings else None
         embed = plain_param("embed", source)
-        table.append(embed if tied is None else replace(embed, tied=tied, codes="head"))
+        table.append(replace(embed, tied=tied, codes="embedding" if tied is None else "head"))
     if spec.layer_inputs:
         table += _layer_inputs(spec)
     for index, i in enumerate(part.layers):
