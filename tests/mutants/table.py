@@ -328,6 +328,27 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/ops/test_quantised.py -k 'equal_the_definition and cpu'",
     ),
     Fault(
+        "cpu_high_bits_of_another_quad",
+        "src/nano_inference/ops/cpu/kernels/quantised.cpp",
+        old="lbits<4 - 2 * (Q % 4), 48>(lload(unit + (4 + Q / 4) * LINE))",
+        new="lbits<4 - 2 * (Q % 4), 48>(lload(unit + 4 * LINE))",
+        seen_by="tests/ops/test_quantised.py -k 'stored_as_they_are and cpu'",
+    ),
+    Fault(
+        "cpu_step_of_the_first_columns",
+        "src/nano_inference/ops/cpu/kernels/quantised.cpp",
+        old="const char* record = at_ + g / EACH * RECORD;",
+        new="const char* record = at_;",
+        seen_by="tests/ops/test_quantised.py -k 'steps_hold and cpu'",
+    ),
+    Fault(
+        "cpu_stack_ends_with_its_first_part",
+        "src/nano_inference/ops/cpu/kernels/quantised.cpp",
+        old="const int64_t end = w->next ? std::min(end_panel, first + w->num_panels) : end_panel;",
+        new="const int64_t end = end_panel;",
+        seen_by="tests/ops/test_quantised.py -k 'stack_equals and cpu'",
+    ),
+    Fault(
         "ranks_share_codes_of_other_columns",
         "src/nano_inference/ops/quantised.py",
         old="groups = slice(start // self.form.group, -(-stop // self.form.group))",

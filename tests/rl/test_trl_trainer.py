@@ -68,6 +68,14 @@ def test_rollouts_use_the_current_trainer_weights(kind: str, tmp_path: Path) -> 
     assert len(set(seen["rewards"])) > 1
 
 
+def test_trainer_masks_the_turns_of_a_tool(tmp_path: Path) -> None:
+    (seen,) = trained("turns", tmp_path)
+    assert seen["steps"] == 6
+    assert all(each["difference"] < 1e-4 for each in seen["rollouts"])
+    assert all(turns == 2 for each in seen["rollouts"] for turns in each["turns"])
+    assert len({tuple(each["versions"]) for each in seen["rollouts"]}) > 1
+
+
 def test_processes_have_separate_engines(tmp_path: Path) -> None:
     one, other = trained("full", tmp_path, processes=2)
     check(one)

@@ -1,9 +1,9 @@
 """Run TRL's real `GRPOTrainer` on a tiny model, in an environment that has TRL, and write records
 into a folder.
 
-`python -m tests.rl.with_trl full|lora|adapter MODEL FOLDER` from the repository's root; `torchrun`
-for more than one process. lora: the engine gets merged weights; adapter: a server gets only the
-adapter.
+`python -m tests.rl.with_trl full|lora|adapter|turns MODEL FOLDER` from the repository's root;
+`torchrun` for more than one process. lora: the engine gets merged weights; adapter: a server gets
+only the adapter; turns: a tool answers each completion twice.
 """
 
 import copy
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,16 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from examples.adapter_rollout import AdapterRollout
-from nano_inference import EngineConfig
+from examples.tool_turns import ToolTurns
+from nano_inference import EngineConfig, SamplingParams
 from nano_inference.rl.trl import RolloutFunction
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 
+TURNS = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 QUESTIONS = [
     [{"role": "user", "content": f"Say {word}."}]
@@ -49,7 +55,8 @@ class Checked:
         output = self.rollout(prompts, trainer)
         computed = self._computed() - before
         self.reference.load_state_dict(plain_weights(trainer.model))
-        columns = (output["prompt_ids"], output["completion_ids"], output["logprobs"])
+        masks = output.get("env_mask", [[1] * len(ids) for ids in output["completion_ids"]])
+        columns = (output["prompt_ids"], output["completion_ids"], output["logprobs"], masks)
         rows = [self._difference(*row) for row in zip(*columns, strict=True)]
         distinct = {tuple(ids) for ids in output["prompt_ids"]}
         self.seen.append(
@@ -62,6 +69,7 @@ class Checked:
                 "versions": sorted(set(output["weight_version"])),
                 "completions": output["completion_ids"],
                 "difference": max(rows),
+                "turns": [mask.count([0, 1]) for mask in map(edges, masks)],
             }
         )
         return output
@@ -70,10 +78,32 @@ class Checked:
         return 0 if self.engine is None else self.engine.stats().prompt_tokens_computed
 
     @torch.no_grad()
-    def _difference(self, prompt: list[int], completion: list[int], logprobs: list[float]) -> float:
+    def _difference(
+        self, prompt: list[int], completion: list[int], logprobs: list[float], mask: list[int]
+    ) -> float:
         logits = self.reference(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         computed = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
-        return float((computed - torch.tensor(logprobs)).abs().max())
+        differences = (computed - torch.tensor(logprobs)).abs()
+        return float(differences[torch.tensor(mask) == 1].max())
+
+
+def edges(mask: list[int]) -> list[list[int]]:
+    """Return each two neighbours of a mask."""
+    return [list(pair) for pair in pairwise(mask)]
+
+
+class Turns:
+    """Rollouts in which a tool answers two of the model's turns, with the trainer's weights."""
+
+    def __init__(self, sender: RolloutFunction) -> None:
+        self.sender = sender
+        params = SamplingParams(max_tokens=6, stop_token_ids=frozenset({2}), seed=3)
+        self.rollout = ToolTurns(sender.engine, lambda _: "Go on.", params, max_turns=3)
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        self.sender.sync(trainer)
+        version = self.sender.engine.get_weight_version()
+        return self.rollout(prompts, trainer) | {"weight_version": [version] * len(prompts)}
 
 
 def plain_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -83,7 +113,7 @@ def plain_weights(model: Any) -> dict[str, torch.Tensor]:
     return copy.deepcopy(model).merge_and_unload().state_dict()
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     """Return a byte tokenizer with padding, start and end ids."""
     specials = {"<pad>": 0, "<s>": 1, "</s>": 2}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -96,7 +126,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
-        chat_template=TEMPLATE,
+        chat_template=template,
     )
 
 
@@ -110,7 +140,9 @@ def low_ids(
 
 def run(kind: str, model: Path, folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    if kind != "full":
+    words = tokenizer(TURNS if kind == "turns" else TEMPLATE)
+    words.save_pretrained(model)
+    if kind in ("lora", "adapter"):
         from peft import LoraConfig  # pyright: ignore[reportMissingImports]
 
         options["peft_config"] = LoraConfig(
@@ -143,7 +175,7 @@ def run(kind: str, model: Path, folder: Path) -> dict[str, Any]:
     with rollout_of(kind, config) as rollout:
         checked = Checked(rollout, model)
         trainer = GRPOTrainer(
-            policy, low_ids, args, data, data, tokenizer(), rollout_func=checked, **options
+            policy, low_ids, args, data, data, words, rollout_func=checked, **options
         )
         before = base_weights(trainer.model)
         trainer.train()
@@ -154,7 +186,7 @@ def run(kind: str, model: Path, folder: Path) -> dict[str, Any]:
         "rollouts": checked.seen,
         "steps": trainer.state.global_step,
         "base_kept": all(torch.equal(before[name], tensor) for name, tensor in after.items()),
-        "logged": [each["sampling/sampling_logp_difference/max"] for each in logged],
+        "logged": [each.get("sampling/sampling_logp_difference/max") for each in logged],
         "rewards": [each["reward"] for each in logged],
     }
 
@@ -167,7 +199,7 @@ def rollout_of(kind: str, config: EngineConfig) -> Iterator[Any]:
             yield AdapterRollout(url)
         return
     with RolloutFunction(config, log_mismatch=True) as rollout:
-        yield rollout
+        yield Turns(rollout) if kind == "turns" else rollout
 
 
 def base_weights(model: Any) -> dict[str, torch.Tensor]:
