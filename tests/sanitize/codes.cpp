@@ -1,4 +1,4 @@
-// Weights in codes of 8 and 4 bits: every format, rows by themselves and together, all memory of exact size.
+// Weights in codes of 8 to 4 bits: every format, rows by themselves and together, all memory of exact size.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -9,7 +9,7 @@
 #include "linear.h"
 
 extern "C" void nano_store_codes(const int8_t* source, int64_t stride, const float* scales, const float* mins,
-                                 const nano::Quantised* weight, int64_t start, int64_t count, int64_t columns, int64_t num_threads);
+                                 const float* steps, const float* min_steps, const nano::Quantised* weight, int64_t start, int64_t count, int64_t columns, int64_t num_threads);
 
 #if defined(NANO_AMX)
 #include <sys/syscall.h>
@@ -38,21 +38,32 @@ std::vector<T> rows_of(int64_t rows, int64_t columns) {
 
 struct Form {
   int64_t bits, group;
-  bool wide, mins;
+  Scales scales;
+  bool mins;
 };
-constexpr Form FORMS[] = {{8, 0, true, false},   {8, 32, false, false}, {4, 32, false, false}, {8, 16, true, false},
-                          {4, 32, true, true},   {8, 32, true, true},   {8, 16, true, true}};
+constexpr Scales HALF = Scales::HALF, FLOAT = Scales::FLOAT, STEPS = Scales::STEPS;
+constexpr Form FORMS[] = {{8, 0, FLOAT, false}, {8, 32, HALF, false}, {4, 32, HALF, false}, {8, 16, FLOAT, false},
+                          {4, 32, FLOAT, true}, {8, 32, FLOAT, true}, {8, 16, FLOAT, true}, {4, 32, HALF, true},
+                          {5, 32, HALF, false}, {5, 32, HALF, true},  {4, 32, STEPS, true}, {5, 32, STEPS, true},
+                          {6, 16, STEPS, false}};
+
+// Bytes of the scales of whole panels.
+size_t scale_bytes(const Form& form, int64_t panels, int64_t groups) {
+  const int64_t each = form.scales == STEPS ? 256 / form.group : 1;
+  const int64_t row = form.scales == STEPS ? (groups + each - 1) / each * (2 + each) : groups * (form.scales == HALF ? 2 : 4);
+  return size_t(panels * LANES * row);
+}
 
 template <class T>
 void round(const Form& form, Digest& all) {
   const int64_t unit = form.group ? form.group : 4, panels = 2 * (1 + random_bits() % 4), rows = panels * LANES;
   const int64_t columns = unit * 8 * (1 + random_bits() % 3) + (random_bits() % 2 ? random_bits() % unit : 0);
-  Quantised w{form.bits, form.group, form.wide, nullptr, nullptr, nullptr, {}};
+  Quantised w{form.bits, form.group, int64_t(form.scales), nullptr, nullptr, nullptr, {}, 0, nullptr};
   w.segments.count = random_bits() % 2 ? 8 : 1;
   for (int64_t s = 0; s <= w.segments.count; s++)
     w.segments.bounds[s] = s == w.segments.count ? columns : columns * s / w.segments.count / unit * unit;
   std::vector<int8_t> codes(size_t(panels * w.num_quads() * 64 * form.bits / 8));
-  std::vector<float> scales(size_t(panels * w.num_groups() * LANES)), mins(scales.size());  // half as much for float16
+  std::vector<int8_t> scales(scale_bytes(form, panels, w.num_groups())), mins(scales.size());
   w.codes = codes.data(), w.scales = scales.data(), w.mins = form.mins ? mins.data() : nullptr;
   const auto plain = rows_of<T>(rows, columns);
   const int64_t cut = random_bits() % rows;
@@ -87,18 +98,20 @@ void round(const Form& form, Digest& all) {
 // Codes that a file has, stored in two parts, come back as what they stand for.
 void store(const Form& form) {
   const int64_t rows = LANES * (1 + random_bits() % 3), columns = (form.group ? form.group : 4) * (1 + random_bits() % 5);
-  Quantised w{form.bits, form.group, form.wide, nullptr, nullptr, nullptr, {}};
+  Quantised w{form.bits, form.group, int64_t(form.scales), nullptr, nullptr, nullptr, {}, 0, nullptr};
   w.segments.count = 1, w.segments.bounds[0] = 0, w.segments.bounds[1] = columns;
-  const int64_t groups = w.num_groups(), stride = columns + random_bits() % 3, least = form.mins ? 0 : -8;
+  const int64_t groups = w.num_groups(), stride = columns + random_bits() % 3, least = form.mins ? 0 : -(1 << (form.bits - 1));
   std::vector<int8_t> codes(size_t(rows / LANES * w.num_quads() * 64 * form.bits / 8)), source(size_t(rows * stride));
-  std::vector<float> scales(size_t(rows * groups)), mins(scales.size()), own(scales.size()), own_mins(scales.size()), row(size_t(columns), 0.f);
+  std::vector<int8_t> scales(scale_bytes(form, rows / LANES, groups)), mins(scales.size());
+  std::vector<float> own(size_t(rows * groups)), own_mins(own.size()), row(size_t(columns), 0.f);
+  const std::vector<float> steps(own.size(), 1.f / 64.f), min_steps(own.size(), 1.f);
   w.codes = codes.data(), w.scales = scales.data(), w.mins = form.mins ? mins.data() : nullptr;
-  for (auto& code : source) code = int8_t(form.bits == 4 ? least + int64_t(random_bits() % 16) : int64_t(random_bits() % 255) - 127);
+  for (auto& code : source) code = int8_t(form.bits < 8 ? least + int64_t(random_bits() % (1u << form.bits)) : int64_t(random_bits() % 255) - 127);
   for (auto& scale : own) scale = float(random_bits() % 64) / 64.f;  // a float16
   for (auto& min : own_mins) min = float(random_bits() % 64);
   const int64_t cut = random_bits() % rows;
-  nano_store_codes(source.data(), stride, own.data(), own_mins.data(), &w, 0, cut, columns, 2);
-  nano_store_codes(source.data() + cut * stride, stride, own.data() + cut * groups, own_mins.data() + cut * groups, &w, cut, rows - cut, columns, 2);
+  nano_store_codes(source.data(), stride, own.data(), own_mins.data(), steps.data(), min_steps.data(), &w, 0, cut, columns, 2);
+  nano_store_codes(source.data() + cut * stride, stride, own.data() + cut * groups, own_mins.data() + cut * groups, steps.data(), min_steps.data(), &w, cut, rows - cut, columns, 2);
   for (int64_t i = 0; i < rows; i++) {
     dequantise(w, i, columns, 1.f, row.data());
     for (int64_t k = 0; k < columns; k++) {
