@@ -36,6 +36,7 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.quantisation import GGUF, quantisation_of
 from nano_inference.models.spec.text_part import is_of_another_part
 from nano_inference.ops.cpu.build import CPUINFO, flags_in
+from nano_inference.ops.cpu.weights import LANES
 from nano_inference.ops.formats import FILE, Format, Stack, widest
 from nano_inference.ops.quantised import Codes, widened
 from nano_inference.system.progress import Progress
@@ -43,7 +44,6 @@ from nano_inference.system.regular_files import open_regular, read_json
 
 # Skipped tensors: old checkpoints' buffers, which are computed, and activations' parameters.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", *ACTIVATIONS)
-PANEL = 16  # rows that kernels read together; a part of a stack begins with one
 MOST_HEADER = 10**8  # bytes: safetensors rejects longer headers
 # names of safetensors
 _STORED_DTYPES = tuple(each.replace("bfloat", "BF").replace("float", "F") for each in WEIGHT_DTYPES)
@@ -174,7 +174,7 @@ def gguf_formats(file: Path, table: tuple[ParamSpec, ...]) -> dict[str, Format |
 def _held(param: ParamSpec, forms: Sequence[Format]) -> Format | Stack:
     """Return the format that holds a parameter's sources, which have these formats."""
     columns, rows = param.shape[1], [source.local_shape[0] for source in param.sources]
-    if not param.stacks or len(set(forms)) == 1 or any(count % PANEL for count in rows[:-1]):
+    if not param.stacks or len(set(forms)) == 1 or any(count % LANES for count in rows[:-1]):
         return widest(forms, columns)
     parts: list[tuple[int, Format]] = []
     for count, form in zip(rows, (widest([form], columns) for form in forms), strict=True):

@@ -85,8 +85,7 @@ def quantise_weight(
         scale = scales[:, g : g + 1]
         inverse = xp.where(scale == 0, 0.0, 1 / scale)
         whole = xp.round(weight[:, first:last] * inverse).clamp(low, high)
-        known = (scale * 0) + (weight[:, first:last] * 0).sum(dim=1, keepdim=True)
-        codes[:, first:last] = xp.where(known == 0, whole, 0.0).to(xp.int8)
+        codes[:, first:last] = xp.where(scale * 0 == 0, whole, 0.0).to(xp.int8)
     return codes, scales, steps
 
 

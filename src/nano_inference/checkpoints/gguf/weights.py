@@ -154,17 +154,18 @@ class GgufTensor:
     def codes(self, start: int, stop: int) -> Iterator[Codes]:
         """Yield the codes of rows [start, stop), a few rows at a time. `form` must not be None.
 
-        Raises `ModelLoadError` for scales that are not finite.
+        Raises `ModelLoadError` for scales or minima that are not finite.
         """
         form, columns = self.form, self._width
         assert form is not None
         for tensor, rows, part in self._parts(start, stop):
             for stored in self._stored(tensor, rows, part):
                 blocks = read_blocks(tensor.kind, stored, columns)
-                if not np.isfinite(blocks.scales).all():
+                factors = (blocks.scales, blocks.mins)
+                if not all(each is None or np.isfinite(each).all() for each in factors):
                     raise ModelLoadError(
-                        f"the GGUF tensor {tensor.name} of {tensor.file} has scales that are not "
-                        "finite: the file is damaged; download it again."
+                        f"the GGUF tensor {tensor.name} of {tensor.file} has scales or minima "
+                        "that are not finite: the file is damaged; download it again."
                     )
                 codes, scales, mins, steps, min_steps = (
                     None

@@ -680,9 +680,8 @@ void quantise(const S* source, const Quantised& weight, int64_t start, int64_t c
     if (each > 1) in_steps(weight, scales, steps);
     for (int64_t g = 0; g < num_groups; g++) {
       const int64_t first = groups.first(g), size = groups.last(g) - first;
-      const float scale = scales[size_t(g)], *part = row.data() + first;
-      if (scale * 0.f == 0.f && range_of(part, size).known == 0.f)
-        round_codes(part, size, scale == 0.f ? 0.f : 1.f / scale, low, high, codes.data() + first);
+      const float scale = scales[size_t(g)];
+      if (scale * 0.f == 0.f) round_codes(row.data() + first, size, scale == 0.f ? 0.f : 1.f / scale, low, high, codes.data() + first);
     }
     store_scales(weight, weight.scales, n, scales.data(), steps.data());
     if (weight.mins) {
