@@ -253,16 +253,19 @@ def test_blocks_are_packed_from_the_file(tmp_path: Path, name: str, backend: str
         assert torch.equal(read(params, slot), torch.from_numpy(numbers[key])), key
 
 
-def test_damaged_scales_of_blocks_are_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "at"), [("Q8_0", 1), ("Q4_1", 1), ("Q4_1", 3)])
+def test_damaged_scales_of_blocks_are_reported(tmp_path: Path, name: str, at: int) -> None:
     stored = stored_weights(weights_of())
-    kind = gguf.GGMLQuantizationType.Q8_0
-    blocks = blocks_of(stored["blk.1.ffn_down.weight"], "Q8_0")
-    blocks[7, 1] = 0x7C  # a scale of infinity
+    kind = gguf.GGMLQuantizationType[name]
+    blocks = blocks_of(stored["blk.1.ffn_down.weight"], name)
+    blocks[7, at - 1 : at + 1] = (0, 0x7C)  # a scale or minimum of infinity
     path = write_gguf(
         tmp_path / "m.gguf", stored, WIDE, raw={"blk.1.ffn_down.weight": (blocks, kind)}
     )
     config = EngineConfig(str(path), quantization="file", device="cpu", kv_cache_memory=2**22)
-    with pytest.raises(ModelLoadError, match=r"blk\.1\.ffn_down\.weight of .* scales that are not"):
+    with pytest.raises(
+        ModelLoadError, match=r"blk\.1\.ffn_down\.weight of .* has scales or minima"
+    ):
         InferenceEngine(config)
 
 
