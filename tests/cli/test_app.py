@@ -241,7 +241,7 @@ def raised(problem: Exception, cause: Exception) -> Exception:
         (["generate", "MODEL", "--model", "MODEL", "-p", "x"], 2, "give one"),
         (["generate", "MODEL", "-p", "x", "--quantization", "q4_0"], 2, "such as q4_0, use file."),
         (["serve", "-m", "./no.gguf"], 2, "./no.gguf: no such file."),
-        (["serve", "--model", "MODEL", "--port", "99999"], 2, "the largest value is 65535."),
+        (["serve", "--model", "MODEL", "--port", "99999"], 2, "99999 is not in the range"),
         (["chat", "--model", "./no.gguf"], 2, "./no.gguf: no such file."),
         (["generate", "--url", "http://x", "-f", "no-such-file"], 2, "no-such-file: no such file."),
         (["draft-heads", "MODEL", "no-such-file", "x"], 2, "'no-such-file' does not exist"),

@@ -26,25 +26,21 @@ _HINTS = {
 }
 
 
+# Ends of typer's messages: ours.
+_WORDS = {
+    "is not a valid float.": "is not a number.",
+    "is not a valid float range.": "is not a number.",
+    "is not a valid int.": "is not a whole number.",
+    "is not a valid int range.": "is not a whole number.",
+    "is not a valid integer.": "is not a whole number.",
+}
+
+
 def in_own_words(problem: typer.BadParameter) -> None:
-    """Reword a message of pydantic, which reads numbers and choices."""
-    errors_of = getattr(problem.__cause__, "errors", None)
-    if not callable(errors_of):
-        return
-    first: Any = errors_of()
-    if not first:
-        return
-    value, limits = first[0].get("input"), first[0].get("ctx") or {}
-    kind = str(first[0].get("type"))
-    words = {
-        "float_parsing": f"{value!r} is not a number.",
-        "int_parsing": f"{value!r} is not a whole number.",
-        "int_from_float": f"{value!r} is not a whole number.",
-        "bool_parsing": f"{value!r} is neither true nor false.",
-        "greater_than_equal": f"{value} is too small; the smallest value is {limits.get('ge')}.",
-        "less_than_equal": f"{value} is too large; the largest value is {limits.get('le')}.",
-    }
-    problem.message = words.get(kind, problem.message.removeprefix("Value error, "))
+    """Reword typer's message about a value."""
+    for typers, ours in _WORDS.items():
+        if problem.message.endswith(typers):
+            problem.message = problem.message.removesuffix(typers) + ours
     option: Any = getattr(problem, "param", None)
     problem.message += _HINTS.get(getattr(option, "name", ""), "")
 

@@ -6,6 +6,7 @@ those under which transformers holds all experts of a layer in one tensor.
 """
 
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 
 from nano_inference.models.parameters.experts import expert_params
@@ -45,6 +46,7 @@ _NORMS = {
 }
 
 
+@lru_cache(16)
 def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamSpec, ...]:
     """Return every parameter of a model or of a rank's part.
 
