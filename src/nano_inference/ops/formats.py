@@ -54,6 +54,11 @@ class Format:
         """Number of groups that share a step."""
         return STEP // self.group
 
+    @property
+    def input_group(self) -> int:
+        """Number of columns that share a scale of a product's input. 0: a whole segment."""
+        return STEP if self.scales == "steps" else self.group
+
     def holds(self, other: "Format") -> bool:
         """Return True if this format stores weights of another format bit for bit. A format with
         group 0 only qualifies if a row has one segment.
@@ -147,22 +152,39 @@ def parts_of(form: Format | Stack, rows: int) -> tuple[tuple[int, Format], ...]:
 
 
 def bounds_of(segments: tuple[int, ...] | None, columns: int, form: Format) -> tuple[int, ...]:
-    """Return the bounds of a quantized weight's segments. These are the requested ones if each
-    begins at a whole group and at a multiple of 4 columns. Otherwise there is a single segment.
+    """Return the bounds of a quantized weight's segments.
+
+    These are the requested ones if each begins at a multiple of the format's unit: the columns that
+    share an input's scale, or 4. Otherwise, segments of equal width are merged by twos, fours or
+    eights until they do, and other segments all together.
     """
-    unit = form.group or 4
-    if segments is None or any(bound % unit for bound in segments[:-1]):
+    if segments is None:
         return (0, columns)
-    return segments
+    unit, count = form.input_group or 4, len(segments) - 1
+    widths = {last - first for first, last in pairwise(segments)}
+    for merged in (1, 2, 4, 8):
+        bounds = segments[::merged]
+        if count % merged == 0 and not any(bound % unit for bound in bounds[:-1]):
+            return bounds
+        if len(widths) > 1:
+            break
+    return (0, columns)
 
 
 def groups_of(bounds: tuple[int, ...], form: Format) -> list[tuple[int, int]]:
     """Return the first and last column of each group, segment by segment."""
-    if not form.group:
+    return _cut(bounds, form.group)
+
+
+def input_groups_of(bounds: tuple[int, ...], form: Format) -> list[tuple[int, int]]:
+    """Return the first and last column of each group of a product's input."""
+    return _cut(bounds, form.input_group)
+
+
+def _cut(bounds: tuple[int, ...], size: int) -> list[tuple[int, int]]:
+    if not size:
         return list(pairwise(bounds))
-    return [
-        (first, min(first + form.group, bounds[-1])) for first in range(0, bounds[-1], form.group)
-    ]
+    return [(first, min(first + size, bounds[-1])) for first in range(0, bounds[-1], size)]
 
 
 def widest(forms: Iterable[Format], columns: int = 0) -> Format:

@@ -10,6 +10,13 @@ row, adds up products of codes as integers, and multiplies by both scales:
 
 The last term applies to formats with a minimum, whose weights are code * scale - min.
 
+In a format with steps, scales and minima are whole numbers of a step that 256 columns share. The
+input then has one scale for these columns, and all within a step is a sum of integers:
+
+    y[n] = sum over steps t, in rising order, of
+           (sum over groups g of t of (x codes of g . w codes of g) * scale) * (x scale * step)
+           - (sum over groups g of t of (sum of x codes of g) * min) * (x scale * min step)
+
 Sums of integers are the same in any order. A format with one group per segment (`"int8"`) therefore
 has the same bits however a product is cut. The other formats add up a few floats in a fixed order.
 Segments are merged like those of `Ops.linear`.
@@ -22,7 +29,7 @@ from itertools import pairwise
 import numpy as np
 
 from nano_inference.arrays import Tensor, namespace, with_columns
-from nano_inference.ops.formats import STEP, Format, groups_of, widest
+from nano_inference.ops.formats import STEP, Format, groups_of, input_groups_of, widest
 from nano_inference.parallel.segments import tree_sum
 
 MOST = 127  # largest code of 8 bits, also of every input
@@ -230,23 +237,55 @@ def product(x: Tensor, weight: Codes) -> Tensor:
     """Multiply x [N, K] by a weight [rows, K], in float32 [N, rows], with the bits of every
     backend.
     """
-    groups = weight.groups
+    groups = input_groups_of(weight.bounds, weight.form)
     codes, scales = quantise_rows(x, groups)
+    parts = _parts_in_steps if weight.form.scales == "steps" else _parts
     sums: list[Tensor] = []
     for start, end in pairwise(weight.bounds):
         total = x.new_zeros((len(x), len(weight.codes)), dtype=namespace(x).float32)
         for g, (first, last) in enumerate(groups):
             if first < start or last > end or first == last:
                 continue
-            # integers below 2^53 are exact in float64, in any order
-            whole = codes[:, first:last].double() @ weight.codes[:, first:last].double().T
-            scale = scales[:, g, None] * weight.scales[None, :, g]
-            total = total + whole.float() * scale
-            if weight.mins is not None:
-                least = scales[:, g, None] * weight.mins[None, :, g]
-                total = total - codes[:, first:last].sum(dim=1, keepdim=True) * least
+            whole, scale, least, least_scale = parts(codes[:, first:last], weight, g, first, last)
+            own = scales[:, g, None]
+            total = total + whole.float() * (own * scale)
+            if least_scale is not None:
+                total = total - least.float() * (own * least_scale)
         sums.append(total)
     return tree_sum(sums)
+
+
+def _parts(
+    codes: Tensor, weight: Codes, g: int, first: int, last: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Multiply the codes of a group. Return the integers [N, rows] and [N, 1] of the product and of
+    the minimum in float64, which holds them exactly, with the scales [1, rows] of both.
+    """
+    codes = codes.double()
+    whole = codes @ weight.codes[:, first:last].double().T
+    mins = None if weight.mins is None else weight.mins[None, :, g]
+    return whole, weight.scales[None, :, g], codes.sum(dim=1, keepdim=True), mins
+
+
+def _parts_in_steps(
+    codes: Tensor, weight: Codes, t: int, first: int, last: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Multiply the codes of a step. Return the same as `_parts`."""
+    form, codes = weight.form, codes.double()
+    assert weight.steps is not None
+    numbers = _whole(weight.scales, weight.steps, form)
+    whole = least = codes[:, :1] * 0
+    mins = None
+    if weight.mins is not None and weight.min_steps is not None:
+        mins = _whole(weight.mins, weight.min_steps, form)
+    for at in range(first, last, form.group):
+        g, part = at // form.group, slice(at - first, at - first + form.group)
+        products = codes[:, part] @ weight.codes[:, at : min(at + form.group, last)].double().T
+        whole = whole + products * numbers[None, :, g].double()
+        if mins is not None:
+            least = least + codes[:, part].sum(dim=1, keepdim=True) * mins[None, :, g].double()
+    min_step = None if weight.min_steps is None else weight.min_steps[None, :, t]
+    return whole, weight.steps[None, :, t], least, min_step
 
 
 def widened(weight: Codes, form: Format, bounds: tuple[int, ...]) -> Codes:

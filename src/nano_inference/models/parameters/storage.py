@@ -102,11 +102,11 @@ def require_whole_groups(
         form, segments = param.form(quantization), param.segments
         if form is None or segments is None or isinstance(form, Stack):
             continue  # a stack is not cut by columns
-        if bounds_of(segments, param.shape[1], form) != segments:
+        if (len(bounds_of(segments, param.shape[1], form)) - 1) % ranks:
             raise ConfigError(
                 f"quantization={name!r} is not possible with tensor_parallel={ranks} for "
                 f"{spec.architecture}: the {param.shape[1]} columns of {param.name!r} are not "
-                f"divided at multiples of {form.group or 4}; use tensor_parallel=1."
+                f"divided at multiples of {form.input_group or 4}; use fewer ranks."
             )
 
 

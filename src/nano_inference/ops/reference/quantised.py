@@ -2,6 +2,8 @@
 Products are those of `ops.quantised`.
 """
 
+from itertools import accumulate, pairwise
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ class QuantisedWeight:
     Attributes:
         bounds: Bounds of the segments.
         data: uint8 [rows, bytes of one]: codes (two per byte if they have 4 bits), then scales,
-            then minima. Steps are not stored. Not initialized.
+            minima, and the steps of both. Not initialized.
     """
 
     def __init__(
@@ -38,8 +40,7 @@ class QuantisedWeight:
     ) -> None:
         (rows, self.columns), self.dtype, self.form = shape, dtype, form
         self.bounds = bounds_of(segments, self.columns, form)
-        width = self._ends[2]
-        self.data = torch.empty((rows, width), dtype=torch.uint8, device=device)
+        self.data = torch.empty((rows, self._ends[-1]), dtype=torch.uint8, device=device)
 
     @property
     def rows(self) -> int:
@@ -78,8 +79,9 @@ class QuantisedWeight:
         require_rows(self.shape, start, weight.codes)
         weight = widened(weight, self.form, self.bounds)
         target = self.data[start : start + len(weight.codes)]
-        parts = [packed(weight.codes, self.form), weight.scales.to(self._scale)]
-        parts += [] if weight.mins is None else [weight.mins.to(self._scale)]
+        parts = [packed(weight.codes, self.form)]
+        tables = (weight.scales, weight.mins, weight.steps, weight.min_steps)
+        parts += [table.to(self._scale) for table in tables if table is not None]
         for at, part in zip((0, *self._ends), parts, strict=False):
             stored = part.contiguous().view(torch.uint8)
             target[:, at : at + stored.shape[1]] = stored
@@ -105,24 +107,33 @@ class QuantisedWeight:
 
     def codes(self) -> Codes:
         """Return the weight as plain tensors."""
-        groups = len(groups_of(self.bounds, self.form))
-        first, second, end = self._ends
-        scales = self.data[:, first:second].view(self._scale)[:, :groups].float()
-        mins = self.data[:, second:end].view(self._scale)[:, :groups].float()
         codes = unpacked(self.data, self.columns, self.form)
-        return Codes(codes, scales, self.form, self.bounds, mins if self.form.mins else None)
+        tables = iter(
+            self.data[:, start:end].view(self._scale)[:, :count].float()
+            for (start, end), count in zip(pairwise(self._ends), self._counts, strict=True)
+        )
+        scales, mins = next(tables), next(tables) if self.form.mins else None
+        steps, min_steps = next(tables, None), next(tables, None)
+        return Codes(codes, scales, self.form, self.bounds, mins, steps, min_steps)
 
     @property
     def _scale(self) -> torch.dtype:
         return torch.float16 if self.form.scales == "half" else torch.float32
 
     @property
-    def _ends(self) -> tuple[int, int, int]:
-        """Byte offsets in a row at which codes, scales and minima end."""
+    def _counts(self) -> list[int]:
+        """Numbers in a row's tables: scales, minima, steps of scales, steps of minima."""
         groups = len(groups_of(self.bounds, self.form))
+        kinds = 2 if self.form.mins else 1
+        steps = -(-groups // self.form.groups_per_step) if self.form.scales == "steps" else 0
+        return [groups] * kinds + [steps] * (kinds if steps else 0)
+
+    @property
+    def _ends(self) -> list[int]:
+        """Byte offsets in a row at which the codes and each table end."""
         codes = _aligned(-(-self.columns // 2) if self.form.bits == 4 else self.columns)
-        size = _aligned(groups * self._scale.itemsize)
-        return codes, codes + size, codes + size * (2 if self.form.mins else 1)
+        sizes = [_aligned(count * self._scale.itemsize) for count in self._counts]
+        return list(accumulate(sizes, initial=codes))
 
     def _with(self, data: Tensor) -> "QuantisedWeight":
         shape = (0, self.columns)

@@ -6,10 +6,12 @@
 //   Line   lload(p): 64 codes   lstore(p, w)   lbytes(w): unsigned bytes   llow(w), lhigh(w): the halves of their bytes, 0 to 15
 //          lor(a, b)   lbits<shift, mask>(w): bits of each byte, moved left by shift (right if negative), under a mask
 //   Quad   qdup(x): four input codes, -127 to 127, in all lanes
-//   Halves hzero()   hdot4(halves, w, x): like sdot8 with w of 0 to 15, at most 8 times; then hsums(halves)
-//   Sums   udot2(sums, w, x, v, y): like sdot8 of w and x and of v and y, with w and v of 0 to 63; the sums start at
-//          uzero()
-//   Vec    vof(sums)   vof_half(p): 16 float16   vof_bytes(p): 16 int8
+//   Halves hzero()   hdot4(halves, w, x): like sdot8 with w of 0 to 63, at most AT_ONCE<bits of w> times
+//   Counts  nload(p): 16 int8
+//   Sums   add_times(sums, halves, n): sums + halves * n, where n is Counts, or One()
+//   Couples  pload(p, q): 16 int8 of each   pdot2(sums, couples, t): lane i += p[i] * t[0] + q[i] * t[1], of 16 bits
+//   Sums   sminus(a, b): a - b   sshift<bits>(a)
+//   Vec    vof(sums)   vof_half(p): 16 float16
 #pragma once
 #include "simd.h"
 
@@ -45,6 +47,8 @@ inline uint16_t to_half(float x) {
   return uint16_t(sign | ((size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13));
 }
 
+struct One {};
+
 #if defined(NANO_AVX512) && defined(NANO_VNNI)
 
 using Sums = __m512i;
@@ -75,13 +79,24 @@ inline Quad qdup(const int8_t* x) {
 }
 inline Sums sdot8(Sums sums, Line, Line bytes, Quad x) { return _mm512_dpbusd_epi32(sums, bytes, x); }
 inline Halves hdot4(Halves sums, Line w, Quad x) { return _mm512_dpbusd_epi32(sums, w, x); }
-inline Sums hsums(Halves sums) { return sums; }
-inline Sums uzero() { return hzero(); }
-inline Sums udot2(Sums sums, Line w, Quad x, Line v, Quad y) { return hdot4(hdot4(sums, w, x), v, y); }
+template <int bits>
+constexpr int AT_ONCE = 8;
 inline Vec vof(Sums sums) { return _mm512_cvtepi32_ps(sums); }
-inline Vec vof_bytes(const int8_t* p) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+using Counts = __m512i;
+inline Counts nload(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Sums add_times(Sums sums, Halves halves, Counts n) { return sadd(sums, _mm512_mullo_epi32(halves, n)); }
+inline Sums add_times(Sums sums, Halves halves, One) { return sadd(sums, halves); }
+using Couples = __m512i;
+inline Couples pload(const int8_t* p, const int8_t* q) {
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
+  return _mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
 }
+inline Sums pdot2(Sums sums, Couples pairs, const int16_t* t) {
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, qdup(reinterpret_cast<const int8_t*>(t))));
+}
+inline Sums sminus(Sums a, Sums b) { return _mm512_sub_epi32(a, b); }
+template <int bits>
+inline Sums sshift(Sums a) { return _mm512_slli_epi32(a, bits); }
 inline Vec vof_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
 #elif defined(NANO_AVX2) || defined(NANO_AVX512)
@@ -137,39 +152,55 @@ inline Sums sdot8(Sums sums, Line w, Line bytes, Quad x) {
   return {fours(sums.lo, bytes.lo, _mm256_sign_epi8(x, w.lo)), fours(sums.hi, bytes.hi, _mm256_sign_epi8(x, w.hi))};
 }
 #if defined(NANO_VNNI)  // sums of 32 bits directly
+template <int bits>
+constexpr int AT_ONCE = 8;
 inline Halves hdot4(Halves sums, Line w, Quad x) { return {fours(sums.lo, w.lo, x), fours(sums.hi, w.hi, x)}; }
-inline Sums hsums(Halves sums) { return sums; }
+using Counts = Sums;
+inline Counts nload(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
+inline Sums add_times(Sums sums, Halves halves, Counts n) {
+  return sadd(sums, {_mm256_mullo_epi32(halves.lo, n.lo), _mm256_mullo_epi32(halves.hi, n.hi)});
+}
+inline Sums add_times(Sums sums, Halves halves, One) { return sadd(sums, halves); }
 #else
-inline Halves hdot4(Halves sums, Line w, Quad x) {  // 8 * 2 * 15 * 127 fits into 16 bits
+template <int bits>
+constexpr int AT_ONCE = bits == 4 ? 8 : bits == 5 ? 4 : 2;  // 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit into 16 bits
+inline Halves hdot4(Halves sums, Line w, Quad x) {
   return {_mm256_add_epi16(sums.lo, _mm256_maddubs_epi16(w.lo, x)), _mm256_add_epi16(sums.hi, _mm256_maddubs_epi16(w.hi, x))};
 }
-inline Sums hsums(Halves sums) { return {widened(sums.lo), widened(sums.hi)}; }
+using Counts = Sums;  // each number twice, in 16 bits
+inline Counts nload(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes, bytes)), _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(bytes, bytes))};
+}
+inline Sums add_times(Sums sums, Halves halves, Counts n) {
+  return sadd(sums, {_mm256_madd_epi16(halves.lo, n.lo), _mm256_madd_epi16(halves.hi, n.hi)});
+}
+inline Sums add_times(Sums sums, Halves halves, One) { return sadd(sums, {widened(halves.lo), widened(halves.hi)}); }
 #endif
 
-inline Sums uzero() { return hzero(); }
-#if defined(NANO_VNNI)
-inline Sums udot2(Sums sums, Line w, Quad x, Line v, Quad y) { return hdot4(hdot4(sums, w, x), v, y); }
-#else
-inline Sums udot2(Sums sums, Line w, Quad x, Line v, Quad y) {  // 4 * 63 * 127 fits into 16 bits
-  const Halves halves = hdot4({_mm256_maddubs_epi16(w.lo, x), _mm256_maddubs_epi16(w.hi, x)}, v, y);
-  return sadd(sums, hsums(halves));
+using Couples = Sums;
+inline Couples pload(const int8_t* p, const int8_t* q) {
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
+  return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)), _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b))};
 }
-#endif
+inline Sums pdot2(Sums sums, Couples pairs, const int16_t* t) {
+  const Quad both = qdup(reinterpret_cast<const int8_t*>(t));
+  return sadd(sums, {_mm256_madd_epi16(pairs.lo, both), _mm256_madd_epi16(pairs.hi, both)});
+}
+inline Sums sminus(Sums a, Sums b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+template <int bits>
+inline Sums sshift(Sums a) { return {_mm256_slli_epi32(a.lo, bits), _mm256_slli_epi32(a.hi, bits)}; }
 
 #if defined(NANO_AVX512)
-inline Vec vof_bytes(const int8_t* p) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-}
 inline Vec vof(Sums sums) {
   return _mm512_cvtepi32_ps(_mm512_inserti64x4(_mm512_castsi256_si512(sums.lo), sums.hi, 1));
 }
 inline Vec vof_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 #else
 inline Vec vof(Sums sums) { return {_mm256_cvtepi32_ps(sums.lo), _mm256_cvtepi32_ps(sums.hi)}; }
-inline Vec vof_bytes(const int8_t* p) {
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
-}
 inline Vec vof_half(const uint16_t* p) {
   auto q = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
@@ -226,13 +257,35 @@ inline Halves hdot4(Halves sums, Line w, Quad x) {
   return sums;
 }
 inline Sums sdot8(Sums sums, Line w, Line, Quad x) { return hdot4(sums, w, x); }
-inline Sums hsums(Halves sums) { return sums; }
-inline Sums uzero() { return {}; }
-inline Sums udot2(Sums sums, Line w, Quad x, Line v, Quad y) { return hdot4(hdot4(sums, w, x), v, y); }
-inline Vec vof_bytes(const int8_t* p) {
-  float out[LANES];
-  for (int i = 0; i < LANES; i++) out[i] = float(p[i]);
-  return vload(out);
+template <int bits>
+constexpr int AT_ONCE = 8;
+using Counts = Sums;
+inline Counts nload(const int8_t* p) {
+  Counts out;
+  for (int i = 0; i < LANES; i++) out.at[i] = p[i];
+  return out;
+}
+inline Sums add_times(Sums sums, const Halves& halves, const Counts& n) {
+  for (int i = 0; i < LANES; i++) sums.at[i] += halves.at[i] * n.at[i];
+  return sums;
+}
+inline Sums add_times(Sums sums, const Halves& halves, One) { return sadd(sums, halves); }
+struct Couples {
+  Sums first, second;
+};
+inline Couples pload(const int8_t* p, const int8_t* q) { return {nload(p), nload(q)}; }
+inline Sums pdot2(Sums sums, const Couples& pairs, const int16_t* t) {
+  for (int i = 0; i < LANES; i++) sums.at[i] += pairs.first.at[i] * t[0] + pairs.second.at[i] * t[1];
+  return sums;
+}
+inline Sums sminus(Sums a, const Sums& b) {
+  for (int i = 0; i < LANES; i++) a.at[i] -= b.at[i];
+  return a;
+}
+template <int bits>
+inline Sums sshift(Sums a) {
+  for (int& sum : a.at) sum *= 1 << bits;
+  return a;
 }
 inline Vec vof(Sums sums) {
   float out[LANES];

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -31,15 +32,17 @@ constexpr int MOST_ROWS = 4;
 constexpr int MOST_ROWS = 1;
 #endif
 
-// Columns [first, last) of each group.
+constexpr int MOST_HEIGHT = PADDED > 1 ? LANES : MOST_ROWS;  // rows of a tile, of either kind
+
+// Columns [first, last) of each group. size 0: a group is a segment.
 struct Groups {
-  explicit Groups(const Quantised& weight) : weight(weight), columns(weight.segments.bounds[weight.segments.count]) {}
-  int64_t first(int64_t g) const { return weight.group ? g * weight.group : weight.segments.bounds[g]; }
-  int64_t last(int64_t g) const {
-    return weight.group ? std::min((g + 1) * weight.group, columns) : weight.segments.bounds[g + 1];
-  }
+  Groups(const Quantised& weight, int64_t size) : weight(weight), size(size), columns(weight.num_columns()) {}
+  explicit Groups(const Quantised& weight) : Groups(weight, weight.group) {}
+  int64_t first(int64_t g) const { return size ? g * size : weight.segments.bounds[g]; }
+  int64_t last(int64_t g) const { return size ? std::min((g + 1) * size, columns) : weight.segments.bounds[g + 1]; }
+  int64_t count() const { return size ? (columns + size - 1) / size : weight.segments.count; }
   const Quantised& weight;
-  const int64_t columns;
+  const int64_t size, columns;
 };
 
 template <class S>
@@ -50,42 +53,51 @@ void as_floats(const S* source, int64_t count, float* out) {
   }
 }
 
-// Rows of a product's input as codes, with the scale and the sum of each group.
+// Rows of a product's input as codes, with the scale and the sum of each group. If the weight has steps, a scale belongs
+// to 256 columns, and the sums are those of the weight's groups, an even number.
 class Inputs {
  public:
   template <class T>
   void take(const T* x, int64_t ldx, int64_t num_rows, const Quantised& weight) {
-    const Groups groups(weight);
-    quads_ = weight.num_quads(), groups_ = weight.num_groups();
+    const Groups groups(weight, weight.input_group());
+    quads_ = weight.num_quads(), groups_ = groups.count(), parts_ = (weight.num_groups() + 1) / 2 * 2;
     codes_.assign(size_t((num_rows + PADDED - 1) / PADDED * PADDED * quads_ * QUAD), 0);
     scales_.assign(size_t(num_rows * groups_), 0.f);
     totals_.assign(size_t(num_rows * groups_), 0);
     row_.resize(size_t(groups.columns));
+    const bool steps = groups.size != weight.group;
+    if (steps) part_totals_.assign(size_t(num_rows * parts_), 0);
     for (int64_t i = 0; i < num_rows; i++) {
       as_floats(x + i * ldx, groups.columns, row_.data());
-      for (int64_t g = 0; g < groups_; g++) take_group(i, g, groups.first(g), groups.last(g));
+      int8_t* codes = codes_.data() + i * quads_ * QUAD;
+      for (int64_t g = 0; g < groups_; g++) {
+        const int64_t first = groups.first(g), count = groups.last(g) - first;
+        scales_[size_t(i * groups_ + g)] = encode(row_.data() + first, count, codes + first);
+        if (!steps) totals_[size_t(i * groups_ + g)] = sum_of(codes + first, count);
+      }
+      for (int64_t g = 0; steps && g < weight.num_groups(); g++)  // codes are padded with zeros
+        part_totals_[size_t(i * parts_ + g)] = int16_t(sum_of(codes + g * weight.group, weight.group));
     }
   }
 
   const int8_t* codes(int64_t row) const { return codes_.data() + row * quads_ * QUAD; }
   float scale(int64_t row, int64_t group) const { return scales_[size_t(row * groups_ + group)]; }
   int32_t total(int64_t row, int64_t group) const { return totals_[size_t(row * groups_ + group)]; }  // sum of codes
+  const int16_t* part_totals(int64_t row) const { return part_totals_.data() + row * parts_; }
   int64_t num_quads() const { return quads_; }
-  int64_t num_groups() const { return groups_; }
 
  private:
-  void take_group(int64_t i, int64_t g, int64_t first, int64_t last) {
-    int8_t* codes = codes_.data() + i * quads_ * QUAD + first;
-    scales_[size_t(i * groups_ + g)] = encode(row_.data() + first, last - first, codes);
+  static int32_t sum_of(const int8_t* codes, int64_t count) {
     int32_t sum = 0;
-    for (int64_t k = 0; k < last - first; k++) sum += codes[k];
-    totals_[size_t(i * groups_ + g)] = sum;
+    for (int64_t k = 0; k < count; k++) sum += codes[k];
+    return sum;
   }
 
-  int64_t quads_ = 0, groups_ = 0;
+  int64_t quads_ = 0, groups_ = 0, parts_ = 0;
   std::vector<int8_t> codes_;
   std::vector<float> scales_, row_;
   std::vector<int32_t> totals_;
+  std::vector<int16_t> part_totals_;
 };
 
 // Add the products of HEIGHT rows and `count` quads of one panel to sums: codes of 8 bits.
@@ -114,45 +126,46 @@ INLINE inline Line quad_of(const int8_t* unit) {
   else return lor(low, high_bits<BITS, Q>(unit));
 }
 
-// Add the products over the quads 2 J and 2 J + 1 of a unit. Total: Sums, or Halves for codes of 4 bits.
-template <int HEIGHT, int BITS, bool UNPACKED, int J, class Total>
-INLINE inline void add_pair(Total (&totals)[HEIGHT], const int8_t* unit, const int8_t* x, int64_t ldx) {
+// Add the products over the quads 2 J and 2 J + 1 of a unit.
+template <int HEIGHT, int BITS, bool UNPACKED, int J>
+INLINE inline void add_pair(Halves (&halves)[HEIGHT], const int8_t* unit, const int8_t* x, int64_t ldx) {
   const Line low = quad_of<BITS, UNPACKED, 2 * J>(unit), high = quad_of<BITS, UNPACKED, 2 * J + 1>(unit);
   UNROLL for (int i = 0; i < HEIGHT; i++) {
     const Quad first = qdup(x + i * ldx + 2 * J * QUAD), second = qdup(x + i * ldx + (2 * J + 1) * QUAD);
-    if constexpr (BITS == 4) totals[i] = hdot4(hdot4(totals[i], low, first), high, second);
-    else totals[i] = udot2(totals[i], low, first, high, second);
+    halves[i] = hdot4(hdot4(halves[i], low, first), high, second);
   }
 }
 
-// Add the products over the pairs J of quads.
-template <int HEIGHT, int BITS, bool UNPACKED, int... J>
-INLINE inline void add_pairs(Sums (&sums)[HEIGHT], const int8_t* unit, const int8_t* x, int64_t ldx) {
-  if constexpr (BITS == 4) {
-    Halves halves[HEIGHT];
-    UNROLL for (int i = 0; i < HEIGHT; i++) halves[i] = hzero();
-    (add_pair<HEIGHT, BITS, UNPACKED, J>(halves, unit, x, ldx), ...);
-    UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sadd(sums[i], hsums(halves[i]));
-  } else {
-    (add_pair<HEIGHT, BITS, UNPACKED, J>(sums, unit, x, ldx), ...);
+// Add n times the products over COUNT pairs of quads from pair FIRST on.
+template <int HEIGHT, int BITS, bool UNPACKED, int FIRST, int COUNT, class N>
+INLINE inline void add_pairs(Sums (&sums)[HEIGHT], const int8_t* unit, const int8_t* x, int64_t ldx, N n) {
+  constexpr int MOST_PAIRS = AT_ONCE<BITS> / 2, PAIRS = COUNT < MOST_PAIRS ? COUNT : MOST_PAIRS;
+  Halves halves[HEIGHT];
+  UNROLL for (int i = 0; i < HEIGHT; i++) halves[i] = hzero();
+  add_pair<HEIGHT, BITS, UNPACKED, FIRST>(halves, unit, x, ldx);
+  if constexpr (PAIRS > 1) add_pair<HEIGHT, BITS, UNPACKED, FIRST + 1>(halves, unit, x, ldx);
+  if constexpr (PAIRS > 2) {
+    add_pair<HEIGHT, BITS, UNPACKED, FIRST + 2>(halves, unit, x, ldx);
+    add_pair<HEIGHT, BITS, UNPACKED, FIRST + 3>(halves, unit, x, ldx);
   }
+  UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = add_times(sums[i], halves[i], n);
+  if constexpr (COUNT > PAIRS) add_pairs<HEIGHT, BITS, UNPACKED, FIRST + PAIRS, COUNT - PAIRS>(sums, unit, x, ldx, n);
 }
 
-// Compute the products over a group of codes of fewer than 8 bits.
-template <int HEIGHT, int BITS, bool UNPACKED, int64_t GROUP>
-INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* codes, int64_t g, const int8_t* x, int64_t ldx) {
+// Add n times the products over a group of codes of fewer than 8 bits.
+template <int HEIGHT, int BITS, bool UNPACKED, int64_t GROUP, class N>
+INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* codes, int64_t g, const int8_t* x, int64_t ldx, N n) {
   constexpr int64_t UNIT = (UNPACKED ? 8 : BITS) * LINE;
-  UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = uzero();
   if constexpr (GROUP == 16) {
     const int8_t* unit = codes + g / 2 * UNIT;
-    if (g % 2) return add_pairs<HEIGHT, BITS, UNPACKED, 2, 3>(sums, unit, x - 4 * QUAD, ldx);
+    if (g % 2) return add_pairs<HEIGHT, BITS, UNPACKED, 2, 2>(sums, unit, x - 4 * QUAD, ldx, n);
     if (!UNPACKED) UNROLL for (int j = 0; j < BITS; j++) fetch(unit + (j + LINES_AHEAD) * LINE);
-    add_pairs<HEIGHT, BITS, UNPACKED, 0, 1>(sums, unit, x, ldx);
+    add_pairs<HEIGHT, BITS, UNPACKED, 0, 2>(sums, unit, x, ldx, n);
   } else {
     for (int64_t k = 0; k < GROUP; k += 32) {
       const int8_t* unit = codes + (g * GROUP + k) / 32 * UNIT;
       if (!UNPACKED) UNROLL for (int j = 0; j < BITS; j++) fetch(unit + (j + LINES_AHEAD) * LINE);
-      add_pairs<HEIGHT, BITS, UNPACKED, 0, 1, 2, 3>(sums, unit, x + k, ldx);
+      add_pairs<HEIGHT, BITS, UNPACKED, 0, 4>(sums, unit, x + k, ldx, n);
     }
   }
 }
@@ -166,29 +179,36 @@ struct Format {
   static constexpr bool MINS = MINS_;
 };
 
-constexpr int64_t STEP = 256;  // columns that share a step
-
-// Scales or minima of a panel.
+// Scales or minima of a panel, one per group.
 template <class F>
 class PanelScales {
  public:
-  PanelScales(const void* scales, int64_t panel, int64_t groups) : at_(static_cast<const char*>(scales) + panel * size(groups)) {}
+  PanelScales(const void* scales, int64_t panel, const Quantised& w)
+      : at_(static_cast<const char*>(scales) + panel * w.num_groups() * LANES * SIZE) {}
   INLINE inline Vec operator()(int64_t g) const {
-    if constexpr (F::SCALES == Scales::STEPS) {
-      const char* record = at_ + g / EACH * RECORD;
-      return vmul(vof_half(reinterpret_cast<const uint16_t*>(record)), vof_bytes(reinterpret_cast<const int8_t*>(record) + (2 + g % EACH) * LANES));
-    } else if constexpr (F::SCALES == Scales::FLOAT) {
-      return vload(reinterpret_cast<const float*>(at_) + g * LANES);
-    } else {
-      return vof_half(reinterpret_cast<const uint16_t*>(at_) + g * LANES);
-    }
+    if constexpr (F::SCALES == Scales::FLOAT) return vload(reinterpret_cast<const float*>(at_) + g * LANES);
+    else return vof_half(reinterpret_cast<const uint16_t*>(at_) + g * LANES);
   }
 
  private:
-  static constexpr int64_t EACH = F::SCALES == Scales::STEPS ? STEP / F::GROUP : 1, RECORD = (2 + EACH) * LANES;
-  static int64_t size(int64_t groups) {  // bytes of a panel
-    return F::SCALES == Scales::STEPS ? (groups + EACH - 1) / EACH * RECORD : groups * LANES * (F::SCALES == Scales::FLOAT ? 4 : 2);
+  static constexpr int64_t SIZE = F::SCALES == Scales::FLOAT ? 4 : 2;
+  const char* at_;
+};
+
+// Steps of a panel, and the numbers of steps of its groups.
+template <class F>
+class PanelSteps {
+ public:
+  static constexpr int64_t EACH = STEP / F::GROUP;  // groups per step
+  PanelSteps(const void* scales, int64_t panel, const Quantised& w)
+      : at_(static_cast<const char*>(scales) + panel * ((w.num_groups() + EACH - 1) / EACH) * RECORD) {}
+  INLINE inline Vec step(int64_t t) const { return vof_half(reinterpret_cast<const uint16_t*>(at_ + t * RECORD)); }
+  INLINE inline const int8_t* numbers(int64_t g) const {
+    return reinterpret_cast<const int8_t*>(at_ + g / EACH * RECORD) + (2 + g % EACH) * LANES;
   }
+
+ private:
+  static constexpr int64_t RECORD = (2 + EACH) * LANES;
   const char* at_;
 };
 
@@ -203,13 +223,71 @@ INLINE inline Vec add_scaled(Vec total, Vec whole, const Inputs& inputs, int64_t
   return total;
 }
 
+// Compute the products of a segment: groups [first, last), which begin at column `start`.
+template <int HEIGHT, class F, bool UNPACKED>
+INLINE inline void add_groups(Vec (&totals)[HEIGHT], const Quantised& w, int64_t panel, const int8_t* codes, const Inputs& inputs,
+                              int64_t row, int64_t first, int64_t last, int64_t start, int64_t end) {
+  constexpr int64_t GROUP = F::GROUP;
+  const int64_t ldx = inputs.num_quads() * QUAD;
+  const int8_t* x = inputs.codes(row);
+  const PanelScales<F> scales(w.scales, panel, w), mins(w.mins, panel, w);
+  for (int64_t g = first; g < last; g++) {
+    Sums sums[HEIGHT];
+    if constexpr (F::BITS < 8) {
+      UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = Sums(hzero());
+      add_group<HEIGHT, F::BITS, UNPACKED, GROUP>(sums, codes, g, x + g * GROUP, ldx, One());
+    } else {
+      UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sstart(inputs.total(row + i, g));
+      if constexpr (GROUP > 0) add_quads<HEIGHT>(sums, codes + g * (GROUP / QUAD) * LINE, x + g * GROUP, ldx, GROUP / QUAD);
+      else add_quads<HEIGHT>(sums, codes + start / QUAD * LINE, x + start, ldx, (end - start + QUAD - 1) / QUAD);
+    }
+    const Vec factors = scales(g);
+    UNROLL for (int i = 0; i < HEIGHT; i++) totals[i] = add_scaled<F>(totals[i], vof(sums[i]), inputs, row + i, g, factors, mins);
+  }
+}
+
+// Add the value of the sums of `height` rows over step t to their totals.
+template <class F>
+INLINE inline void add_step(Vec* totals, const Sums* sums, int height, const Inputs& inputs, int64_t row, int64_t t, int64_t groups,
+                            const PanelSteps<F>& scales, const PanelSteps<F>& mins) {
+  constexpr int64_t EACH = PanelSteps<F>::EACH;
+  const PanelSteps<F>& numbers = F::MINS ? mins : scales;
+  Sums least[MOST_HEIGHT];  // sums of the input's codes, times minima or scales
+  UNROLL for (int i = 0; i < height; i++) least[i] = Sums(hzero());
+  for (int64_t g = t * EACH; g < std::min((t + 1) * EACH, groups); g += 2) {
+    const Couples couples = pload(numbers.numbers(g), numbers.numbers(g + 1));
+    UNROLL for (int i = 0; i < height; i++) least[i] = pdot2(least[i], couples, inputs.part_totals(row + i) + g);
+  }
+  const Vec step = scales.step(t), min_step = numbers.step(t);
+  UNROLL for (int i = 0; i < height; i++) {
+    const Vec own = vset(inputs.scale(row + i, t));
+    const Sums whole = F::MINS ? sums[i] : sminus(sums[i], sshift<F::BITS - 1>(least[i]));
+    totals[i] = vadd(totals[i], vmul(vof(whole), vmul(own, step)));
+    if constexpr (F::MINS) totals[i] = vsub(totals[i], vmul(vof(least[i]), vmul(own, min_step)));
+  }
+}
+
+// Compute the products of a segment of a weight with steps.
+template <int HEIGHT, class F, bool UNPACKED>
+INLINE inline void add_steps(Vec (&totals)[HEIGHT], const Quantised& w, int64_t panel, const int8_t* codes, const Inputs& inputs,
+                             int64_t row, int64_t first, int64_t last) {
+  constexpr int64_t GROUP = F::GROUP, EACH = PanelSteps<F>::EACH;
+  const int64_t ldx = inputs.num_quads() * QUAD, groups = w.num_groups();
+  const int8_t* x = inputs.codes(row);
+  const PanelSteps<F> scales(w.scales, panel, w), mins(w.mins, panel, w);
+  for (int64_t t = first / EACH; t < (last + EACH - 1) / EACH; t++) {
+    Sums sums[HEIGHT];
+    UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = Sums(hzero());
+    for (int64_t g = t * EACH; g < std::min((t + 1) * EACH, last); g++)
+      add_group<HEIGHT, F::BITS, UNPACKED, GROUP>(sums, codes, g, x + g * GROUP, ldx, nload(scales.numbers(g)));
+    add_step<F>(totals, sums, HEIGHT, inputs, row, t, groups, scales, mins);
+  }
+}
+
 // Multiply HEIGHT rows from `row` on by one panel, whose codes are `codes`. The sums of a row are `stride` apart.
 template <int HEIGHT, class F, bool UNPACKED>
 void tile(const Quantised& w, int64_t panel, const int8_t* codes, const Inputs& inputs, int64_t row, float* out, int stride) {
   constexpr int64_t GROUP = F::GROUP;
-  const int64_t quads = inputs.num_quads(), ldx = quads * QUAD, groups = inputs.num_groups();
-  const int8_t* x = inputs.codes(row);
-  const PanelScales<F> scales(w.scales, panel, groups), mins(w.mins, panel, groups);
   alignas(64) float waiting[Segments::DEPTH][HEIGHT * LANES];  // sums of finished segments, for their partners
   int depth = 0;
   for (int64_t s = 0; s < w.segments.count; s++) {
@@ -217,20 +295,8 @@ void tile(const Quantised& w, int64_t panel, const int8_t* codes, const Inputs& 
     const int64_t first = GROUP ? start / (GROUP ? GROUP : 1) : s, last = GROUP ? (end + GROUP - 1) / (GROUP ? GROUP : 1) : s + 1;
     Vec total[HEIGHT];
     UNROLL for (int i = 0; i < HEIGHT; i++) total[i] = vset(0.f);
-    for (int64_t g = first; g < last; g++) {
-      Sums sums[HEIGHT];
-      UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sstart(inputs.total(row + i, g));
-      if constexpr (F::BITS < 8) {
-        add_group<HEIGHT, F::BITS, UNPACKED, GROUP>(sums, codes, g, x + g * GROUP, ldx);
-      } else if constexpr (GROUP > 0) {
-        add_quads<HEIGHT>(sums, codes + g * (GROUP / QUAD) * LINE, x + g * GROUP, ldx, GROUP / QUAD);
-      } else {
-        add_quads<HEIGHT>(sums, codes + start / QUAD * LINE, x + start, ldx, (end - start + QUAD - 1) / QUAD);
-      }
-      const Vec factors = scales(g);
-      UNROLL for (int i = 0; i < HEIGHT; i++)
-        total[i] = add_scaled<F>(total[i], vof(sums[i]), inputs, row + i, g, factors, mins);
-    }
+    if constexpr (F::SCALES == Scales::STEPS) add_steps<HEIGHT, F, UNPACKED>(total, w, panel, codes, inputs, row, first, last);
+    else add_groups<HEIGHT, F, UNPACKED>(total, w, panel, codes, inputs, row, first, last, start, end);
     for (int64_t pairs = s; pairs & 1; pairs >>= 1) {  // as a binary counter carries
       depth--;
       UNROLL for (int i = 0; i < HEIGHT; i++) total[i] = vadd(vload(waiting[depth] + i * LANES), total[i]);
@@ -322,9 +388,10 @@ template <class F>
 void tile_in_tiles(const Quantised& w, int64_t panel, const int8_t* codes, const Inputs& inputs, int64_t row, int height,
                    float* out, int stride) {
   constexpr int64_t GROUP = F::GROUP, PART = GROUP < LINE ? GROUP : LINE;  // columns of a tile
-  const int64_t ldx = inputs.num_quads() * QUAD, groups = inputs.num_groups();
+  using Panel = std::conditional_t<F::SCALES == Scales::STEPS, PanelSteps<F>, PanelScales<F>>;
+  const int64_t ldx = inputs.num_quads() * QUAD, groups = w.num_groups();
   const int8_t* x = inputs.codes(row);
-  const PanelScales<F> scales(w.scales, panel, groups), mins(w.mins, panel, groups);
+  const Panel scales(w.scales, panel, w), mins(w.mins, panel, w);
   alignas(64) int32_t whole[2][LANES * LANES];
   alignas(64) float waiting[Segments::DEPTH][LANES * LANES];  // sums of finished segments, for their partners
   auto multiply = [&](int64_t g) INLINE {
@@ -352,12 +419,21 @@ void tile_in_tiles(const Quantised& w, int64_t panel, const int8_t* codes, const
     const int64_t first = w.segments.bounds[s] / GROUP, last = (w.segments.bounds[s + 1] + GROUP - 1) / GROUP;
     Vec total[LANES];
     for (int i = 0; i < height; i++) total[i] = vset(0.f);
+    [[maybe_unused]] Sums sums[LANES];  // of a step
     if (first < last) multiply(first);
     for (int64_t g = first; g < last; g++) {
       if (g + 1 < last) multiply(g + 1);
-      const Vec factors = scales(g);
-      for (int i = 0; i < height; i++)
-        total[i] = add_scaled<F>(total[i], vof(iload(whole[g % 2] + i * LANES)), inputs, row + i, g, factors, mins);
+      const int32_t* at = whole[g % 2];
+      if constexpr (F::SCALES == Scales::STEPS) {
+        constexpr int64_t EACH = PanelSteps<F>::EACH;
+        const Counts n = nload(scales.numbers(g));
+        for (int i = 0; i < height; i++) sums[i] = add_times(g % EACH ? sums[i] : hzero(), iload(at + i * LANES), n);
+        if ((g + 1) % EACH == 0 || g + 1 == last) add_step<F>(total, sums, height, inputs, row, g / EACH, groups, scales, mins);
+      } else {
+        const Vec factors = scales(g);
+        for (int i = 0; i < height; i++)
+          total[i] = add_scaled<F>(total[i], vof(iload(at + i * LANES)), inputs, row + i, g, factors, mins);
+      }
     }
     for (int64_t pairs = s; pairs & 1; pairs >>= 1) {  // as a binary counter carries
       depth--;
@@ -489,7 +565,7 @@ void walk_tiles(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t
   for (int i = 0; i < 8; i++) shapes.set(i, 16, 64);
   shapes.load();
   const Quantised& w = *job.w.codes;
-  const int64_t ldx = inputs.num_quads() * QUAD, groups = inputs.num_groups(), panel_size = inputs.num_quads() * LINE;
+  const int64_t ldx = inputs.num_quads() * QUAD, groups = w.num_groups(), panel_size = inputs.num_quads() * LINE;
   const auto* codes = static_cast<const int8_t*>(w.codes);
   alignas(64) int32_t whole[PADDED * 2 * LANES];
   alignas(64) float sums[PADDED * 2 * LANES], waiting[Segments::DEPTH][PADDED * 2 * LANES];

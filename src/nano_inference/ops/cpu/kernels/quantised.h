@@ -6,6 +6,8 @@
 
 namespace nano {
 
+constexpr int64_t STEP = 256;  // columns that share a step
+
 // Storage of scales and minima, [panels][groups][16] each: float16, float, or records of the groups of 256 columns:
 // 16 float16 steps, then [groups][16] int8 numbers of steps.
 enum class Scales : int32_t { HALF = 0, FLOAT = 1, STEPS = 2 };
@@ -31,6 +33,7 @@ struct Quantised {
     const int64_t whole = bits < 8 && group < 32 ? 32 : group ? group : 4;
     return (num_columns() + whole - 1) / whole * (whole / 4);
   }
+  int64_t input_group() const { return scaling == int64_t(Scales::STEPS) ? STEP : group; }  // columns that share an input's scale
   int64_t num_groups() const { return group ? (num_columns() + group - 1) / group : segments.count; }  // per row
 };
 
