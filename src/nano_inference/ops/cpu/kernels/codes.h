@@ -6,7 +6,8 @@
 //   Line   lload(p): 64 codes   lstore(p, w)   lbytes(w): unsigned bytes   llow(w), lhigh(w): the halves of their bytes, 0 to 15
 //          lor(a, b)   lbits<shift, mask>(w): bits of each byte, moved left by shift (right if negative), under a mask
 //   Quad   qdup(x): four input codes, -127 to 127, in all lanes
-//   Halves hzero()   hdot4(halves, w, x): like sdot8 with w of 0 to 63, at most AT_ONCE<bits of w> times
+//   Halves hzero()   hdot4(halves, w, x): like sdot8 with w of 0 to 63, at most MOST_QUADS<bits of w> times
+//   Line   at_once(w): w, computed here
 //   Counts  nload(p): 16 int8
 //   Sums   add_times(sums, halves, n): sums + halves * n, where n is Counts, or One()
 //   Couples  pload(p, q): 16 int8 of each   pdot2(sums, couples, t): lane i += p[i] * t[0] + q[i] * t[1], of 16 bits
@@ -80,7 +81,8 @@ inline Quad qdup(const int8_t* x) {
 inline Sums sdot8(Sums sums, Line, Line bytes, Quad x) { return _mm512_dpbusd_epi32(sums, bytes, x); }
 inline Halves hdot4(Halves sums, Line w, Quad x) { return _mm512_dpbusd_epi32(sums, w, x); }
 template <int bits>
-constexpr int AT_ONCE = 8;
+constexpr int MOST_QUADS = 8;
+inline Line at_once(Line w) { return w; }
 inline Vec vof(Sums sums) { return _mm512_cvtepi32_ps(sums); }
 using Counts = __m512i;
 inline Counts nload(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
@@ -138,6 +140,11 @@ inline Quad qdup(const int8_t* x) {
   memcpy(&quad, x, 4);
   return _mm256_set1_epi32(quad);
 }
+// Compute this value here: GCC puts additions off, stores the products of all rows until then, and loads lines again.
+inline Sums at_once(Sums sums) {
+  asm("" : "+x"(sums.lo), "+x"(sums.hi));
+  return sums;
+}
 inline __m256i widened(__m256i halves) { return _mm256_madd_epi16(halves, _mm256_set1_epi16(1)); }
 
 // Multiply unsigned by signed bytes, and add in fours. Both products of a pair fit into 16 bits: 2 * 128 * 127.
@@ -149,11 +156,11 @@ inline __m256i fours(__m256i sums, __m256i bytes, __m256i x) {
 #endif
 }
 inline Sums sdot8(Sums sums, Line w, Line bytes, Quad x) {
-  return {fours(sums.lo, bytes.lo, _mm256_sign_epi8(x, w.lo)), fours(sums.hi, bytes.hi, _mm256_sign_epi8(x, w.hi))};
+  return at_once({fours(sums.lo, bytes.lo, _mm256_sign_epi8(x, w.lo)), fours(sums.hi, bytes.hi, _mm256_sign_epi8(x, w.hi))});
 }
 #if defined(NANO_VNNI)  // sums of 32 bits directly
 template <int bits>
-constexpr int AT_ONCE = 8;
+constexpr int MOST_QUADS = 8;
 inline Halves hdot4(Halves sums, Line w, Quad x) { return {fours(sums.lo, w.lo, x), fours(sums.hi, w.hi, x)}; }
 using Counts = Sums;
 inline Counts nload(const int8_t* p) {
@@ -166,9 +173,9 @@ inline Sums add_times(Sums sums, Halves halves, Counts n) {
 inline Sums add_times(Sums sums, Halves halves, One) { return sadd(sums, halves); }
 #else
 template <int bits>
-constexpr int AT_ONCE = bits == 4 ? 8 : bits == 5 ? 4 : 2;  // 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit into 16 bits
+constexpr int MOST_QUADS = bits == 4 ? 8 : bits == 5 ? 4 : 2;  // 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit into 16 bits
 inline Halves hdot4(Halves sums, Line w, Quad x) {
-  return {_mm256_add_epi16(sums.lo, _mm256_maddubs_epi16(w.lo, x)), _mm256_add_epi16(sums.hi, _mm256_maddubs_epi16(w.hi, x))};
+  return at_once({_mm256_add_epi16(sums.lo, _mm256_maddubs_epi16(w.lo, x)), _mm256_add_epi16(sums.hi, _mm256_maddubs_epi16(w.hi, x))});
 }
 using Counts = Sums;  // each number twice, in 16 bits
 inline Counts nload(const int8_t* p) {
@@ -258,7 +265,8 @@ inline Halves hdot4(Halves sums, Line w, Quad x) {
 }
 inline Sums sdot8(Sums sums, Line w, Line, Quad x) { return hdot4(sums, w, x); }
 template <int bits>
-constexpr int AT_ONCE = 8;
+constexpr int MOST_QUADS = 8;
+inline Line at_once(Line w) { return w; }
 using Counts = Sums;
 inline Counts nload(const int8_t* p) {
   Counts out;

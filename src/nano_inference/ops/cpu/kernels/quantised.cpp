@@ -129,7 +129,7 @@ INLINE inline Line quad_of(const int8_t* unit) {
 // Add the products over the quads 2 J and 2 J + 1 of a unit.
 template <int HEIGHT, int BITS, bool UNPACKED, int J>
 INLINE inline void add_pair(Halves (&halves)[HEIGHT], const int8_t* unit, const int8_t* x, int64_t ldx) {
-  const Line low = quad_of<BITS, UNPACKED, 2 * J>(unit), high = quad_of<BITS, UNPACKED, 2 * J + 1>(unit);
+  const Line low = at_once(quad_of<BITS, UNPACKED, 2 * J>(unit)), high = at_once(quad_of<BITS, UNPACKED, 2 * J + 1>(unit));
   UNROLL for (int i = 0; i < HEIGHT; i++) {
     const Quad first = qdup(x + i * ldx + 2 * J * QUAD), second = qdup(x + i * ldx + (2 * J + 1) * QUAD);
     halves[i] = hdot4(hdot4(halves[i], low, first), high, second);
@@ -139,7 +139,7 @@ INLINE inline void add_pair(Halves (&halves)[HEIGHT], const int8_t* unit, const 
 // Add n times the products over COUNT pairs of quads from pair FIRST on.
 template <int HEIGHT, int BITS, bool UNPACKED, int FIRST, int COUNT, class N>
 INLINE inline void add_pairs(Sums (&sums)[HEIGHT], const int8_t* unit, const int8_t* x, int64_t ldx, N n) {
-  constexpr int MOST_PAIRS = AT_ONCE<BITS> / 2, PAIRS = COUNT < MOST_PAIRS ? COUNT : MOST_PAIRS;
+  constexpr int MOST_PAIRS = MOST_QUADS<BITS> / 2, PAIRS = COUNT < MOST_PAIRS ? COUNT : MOST_PAIRS;
   Halves halves[HEIGHT];
   UNROLL for (int i = 0; i < HEIGHT; i++) halves[i] = hzero();
   add_pair<HEIGHT, BITS, UNPACKED, FIRST>(halves, unit, x, ldx);
@@ -363,22 +363,26 @@ inline void unpack_unit(const int8_t* unit, int8_t* bytes, std::integer_sequence
   (lstore(bytes + Q * LINE, quad_of<BITS, false, Q>(unit)), ...);
 }
 
+struct alignas(64) Unit {
+  int8_t bytes[8 * LINE];
+};
+
 // Return the codes of a panel as bytes. Codes of fewer than 8 bits are unpacked to `memory`.
-inline const int8_t* bytes_of(const Quantised& w, int64_t panel, std::vector<int8_t>& memory) {
+inline const int8_t* bytes_of(const Quantised& w, int64_t panel, std::vector<Unit>& memory) {
   const int64_t quads = w.num_quads();
   const int8_t* codes = codes_of(w, panel);
   if (w.bits == 8) return codes;
-  memory.resize(size_t(quads * LINE));
+  memory.resize(size_t(quads / 8));
   for (int64_t unit = 0; unit < quads / 8; unit++) {
     const int8_t* from = codes + unit * w.bits * LINE;
-    int8_t* bytes = memory.data() + unit * 8 * LINE;
+    int8_t* bytes = memory[size_t(unit)].bytes;
     for (int64_t j = 0; j < w.bits; j++) fetch(from + (j + LINES_AHEAD) * LINE);
     constexpr auto EIGHT = std::make_integer_sequence<int, 8>();
     if (w.bits == 4) unpack_unit<4>(from, bytes, EIGHT);
     if (w.bits == 5) unpack_unit<5>(from, bytes, EIGHT);
     if (w.bits == 6) unpack_unit<6>(from, bytes, EIGHT);
   }
-  return memory.data();
+  return memory[0].bytes;
 }
 
 #if defined(NANO_AMX)
@@ -463,7 +467,7 @@ void walk_codes(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t
           if (unpacked) compute = tile_of<F, true>;
       }))
     std::abort();
-  static thread_local std::vector<int8_t> memory[2];
+  static thread_local std::vector<Unit> memory[2];
   alignas(64) float sums[MOST_ROWS * 2 * LANES];
   for (; panel < end_panel; panel++) {
     int64_t at[2];
@@ -535,7 +539,7 @@ void walk_groups(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_
   for (int i = 0; i < 4; i++) shapes.set(i, 16, i < 2 ? 64 : columns);
   for (int i = 4; i < 6; i++) shapes.set(i, columns / QUAD, 64);
   shapes.load();
-  static thread_local std::vector<int8_t> memory[2];
+  static thread_local std::vector<Unit> memory[2];
   const int width = job.gated() ? 2 : 1;
   alignas(64) float sums[LANES * 2 * LANES];
   for (; panel < end_panel; panel++) {

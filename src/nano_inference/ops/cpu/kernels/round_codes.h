@@ -33,6 +33,14 @@ inline void round_codes(const float* x, int64_t count, float inverse, float low,
 #if defined(NANO_AVX512)
     _mm_mask_storeu_epi8(codes + k, __mmask16(first_lanes(n)), _mm512_cvtepi32_epi8(whole));
 #else
+#if defined(NANO_AVX2)
+    if (n == LANES) {
+      const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole.lo, whole.hi), 0xd8);
+      const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + k), bytes);
+      continue;
+    }
+#endif
     int32_t each[LANES];
     istore(each, whole);
     for (int i = 0; i < n; i++) codes[k + i] = int8_t(each[i]);
