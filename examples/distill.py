@@ -172,7 +172,9 @@ def plot(steps: Sequence[Step], path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(7, 3), layout="constrained", dpi=150)
     at = [each.step for each in steps]
-    axis.plot(at, [each.loss for each in steps], color="#bbbbbb", label="training texts, on the ids")
+    axis.plot(
+        at, [each.loss for each in steps], color="#bbbbbb", label="training texts, on the ids"
+    )
     known = [(each.step, each.held_out) for each in steps if each.held_out is not None]
     axis.plot(
         [step for step, _ in known],
