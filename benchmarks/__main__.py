@@ -631,20 +631,22 @@ def grammars(
     steps: Annotated[int, typer.Option(help="Timed steps per round.", min=1)] = 48,
     repeats: Annotated[
         int,
-        typer.Option(
-            "--repeats", "--rounds", help="Rounds. Each grammar runs once per round.", min=1
-        ),
+        typer.Option("--repeats", "--rounds", help="Rounds. Each case runs once per round.", min=1),
     ] = 5,
+    cases: Annotated[str, typer.Option(help="Cases, separated by commas. Default: all.")] = "",
     threads: Threads = None,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
     out: Out = None,
 ) -> None:
-    """Measure the extra cost of a step whose sequences follow grammars."""
-    from benchmarks.grammars import measure
+    """Measure the extra cost of a step whose sequences follow grammars, have a budget of thought
+    or return logprobs of named ids.
+    """
+    from benchmarks.grammars import NAMES, measure
 
     options = Options(model, dtype, backend, threads, repeats)
-    rows = measure(options, sequences, steps)
+    chosen = names(cases, NAMES) if cases else NAMES
+    rows = measure(options, sequences, steps, chosen)
     write("grammars", rows, asdict(options) | {"sequences": sequences, "steps": steps}, out, model)
 
 

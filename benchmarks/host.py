@@ -29,6 +29,8 @@ from nano_inference.kv_cache.caches import CACHES
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import TORCH, SamplingBatch
+from nano_inference.sampling.token_rules import Rules, ThoughtBudget, TokenRules
+from nano_inference.structured.mask_bits import mask_of
 from nano_inference.types import SamplingParams
 
 BLOCK_SIZE = 16
@@ -51,16 +53,26 @@ class Case:
     lookahead: int = 0
     cache_type: CacheType = "paged"
     turnover: int = 0
+    rules: Rules | None = None
 
 
 FILTERS = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.1, "repetition_penalty": 1.1}
+NAMED = {"logprob_token_ids": tuple(range(100, 108))}
+# A budget that no window uses up. Each prompt opens a thought.
+OPENING = tuple(range(1, 3))
+THOUGHT = Rules(
+    mask_of(range(VOCAB)),
+    ThoughtBudget(10_000, OPENING, b"</think>", (3, 4), STOP, bytes_of=lambda _: b"a word"),
+)
 CASES = (
-    *(Case("decode", running) for running in (1, 64, 256, 512)),
+    *(Case("decode", running) for running in (1, 16, 64, 256, 512)),
     *(Case("decode, lookahead 1", running, lookahead=1) for running in (64, 256)),
     Case("decode, radix", 256, cache_type="radix"),
     Case("decode, top_p and top_k", 256, FILTERS),
     Case("decode, penalties", 256, PENALTIES),
+    *(Case("decode, 8 named ids", running, NAMED) for running in (1, 16, 256)),
+    *(Case("decode, thinking budget", running, rules=THOUGHT) for running in (1, 16, 256)),
     Case("groups of 8", 256, num_samples=8),
     # samples end and new prompts enter, half of each in the prefix cache
     Case("turnover", 256, turnover=64),
@@ -92,7 +104,7 @@ class NullRunner:
     arrays = TORCH
 
     def __init__(self) -> None:
-        self.draws: dict[int, Sampled] = {}
+        self.draws: dict[tuple[int, int], Sampled] = {}
 
     def announce(self, *_: Any) -> None:
         """Do nothing: there is no other rank."""
@@ -108,14 +120,15 @@ class NullRunner:
         pass
 
     def sample(self, result: None, batch: SamplingBatch) -> Sampled:
-        num = len(batch)
-        if num not in self.draws:
+        num, named = len(batch), len(batch.named.ids)
+        if (num, named) not in self.draws:
             reals = torch.full((num,), -1.5)
             nothing = torch.zeros((num, 0))
             ids = torch.randint(1, VOCAB, (num,), generator=torch.Generator().manual_seed(num))
-            draw = Draw(ids, reals, reals, torch.zeros(num), None, nothing.long(), nothing, nothing)
-            self.draws[num] = Sampled(draw, torch.zeros(0))
-        return self.draws[num]
+            top, mass, of_named = (nothing.long(), nothing), torch.zeros(num), torch.zeros(named, 2)
+            draw = Draw(ids, reals, reals, mass, None, *top, of_named)
+            self.draws[num, named] = Sampled(draw, torch.zeros(0))
+        return self.draws[num, named]
 
 
 class Bench:
@@ -142,13 +155,15 @@ class Bench:
         first = case.turnover * self.num_requests // case.running
         length = (first if first <= case.turnover else case.turnover) or 100_000
         params = SamplingParams(max_tokens=length, **case.params)
-        prompt = self.stem + self.tokens(PROMPT - len(self.stem))
+        prompt = self.stem + self.tokens(PROMPT - len(self.stem) - len(OPENING)) + [*OPENING]
         sequence = Sequence(
             self.loop.sequences.new_id(),
             CheckedRequest(self.num_requests, len(prompt), params, STOP, self.num_requests),
             prompt,
             case.num_samples,
         )
+        if case.rules is not None:
+            sequence.rules = TokenRules(case.rules, len(prompt))
         self.loop.inbox.append(Add(sequence))
 
     def step(self) -> None:

@@ -1,5 +1,5 @@
-"""On-policy distillation: a damaged copy of SmolLM2-135M learns to
-write like the original again.
+"""On-policy distillation: in ten minutes on two cores a damaged copy of SmolLM2-135M learns to write
+more like the original.
 
 In each step the student continues some texts. Its engine returns the logprobs of its most probable
 tokens, the teacher's engine those of the same ids, and `PolicyModel` the student's again, with
@@ -167,12 +167,14 @@ def plot(steps: Sequence[Step], path: Path) -> None:
     """Plot the divergences by step. Requires matplotlib."""
     import matplotlib as mpl
 
-    mpl.use("Agg")
+    mpl.use("agg")
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(7, 3), layout="constrained", dpi=150)
     at = [each.step for each in steps]
-    axis.plot(at, [each.loss for each in steps], color="#bbbbbb", label="training, on the ids")
+    axis.plot(
+        at, [each.loss for each in steps], color="#bbbbbb", label="training texts, on the ids"
+    )
     known = [(each.step, each.held_out) for each in steps if each.held_out is not None]
     axis.plot(
         [step for step, _ in known],
@@ -184,7 +186,8 @@ def plot(steps: Sequence[Step], path: Path) -> None:
     axis.set(xlabel="step", ylabel="KL to the teacher (nats)", ylim=(0, None))
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Software": None})
+    plt.close(figure)
 
 
 def main() -> None:

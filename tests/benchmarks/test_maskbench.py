@@ -103,16 +103,13 @@ def test_data_other_than_a_clone_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_step_with_grammars_against_one_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_with_masks_against_one_without(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path)
     tiny_llama(tmp_path, vocab_size=tokenizer.vocab_size, hidden=16, inner=16, layers=1)
-    chosen = {name: grammars.GRAMMARS[name] for name in ("none", "regex")}
-    monkeypatch.setattr(grammars, "GRAMMARS", chosen)
     options = Options(str(tmp_path), "float32", "reference", threads=1, repeats=2)
-    rows = grammars.measure(options, sequences=3, steps=4)
-    assert [row["name"] for row in rows] == ["none", "regex"]
+    names = ("none", "regex", "thinking budget", "8 named ids")
+    rows = grammars.measure(options, sequences=3, steps=4, names=names)
+    assert [row["name"] for row in rows] == [*names]
     assert rows[0]["cpu_ratio"]["median"] == 1.0
     assert all(row["cpu_ms"]["min"] > 0 for row in rows)
     json.dumps(rows)
