@@ -172,9 +172,14 @@ class MtpModel:
             joined = torch.cat(both[::-1] if family.hidden_first else both, -1) @ product.T
             out = self._states(self.layer, inputs_embeds=joined[None])[0][-1]
             rows.append(self._norm(out, last_norm))
-            behind = [*behind, pick(self.policy.lm_head.weight @ rows[-1])]
+            behind = [*behind, pick(self.logits(rows[-1]))]
             hidden = torch.cat([hidden, (out if family.feeds_stream else rows[-1])[None]])
         return rows
+
+    @torch.no_grad()
+    def logits(self, row: Tensor) -> Tensor:
+        """Return the logits [V] of a normed row [H]."""
+        return self.policy.lm_head.weight @ row
 
     def _states(self, model: Any, **inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual stream after a model's last layer, and its norm: two of [N, H]."""
