@@ -161,9 +161,9 @@ class EngineConfig:
             samples of the same prompt. `"auto"` is `"suffix"`. All except `"none"` also draft the
             tokens that a grammar forces.
         draft_model: Additional draft model: a path like `model_path`, with the policy's vocabulary,
-            `"self"` for layers of the policy itself (`draft_layers`), or `"mtp"` for the multi-token
-            prediction layer of its checkpoint. It draws with the noise of the samples and runs on
-            one rank. None disables it.
+            `"self"` for layers of the policy itself (`draft_layers`), or `"mtp"` for its layer of
+            multi-token prediction. It draws with the noise of the samples and runs on one rank.
+            None disables it.
         draft_layers: Number of the policy's layers that `draft_model="self"` uses, spread evenly
             and including the first and the last. None uses all.
         draft_quantization: Format of the codes of `draft_model="self"`, as for `quantization`. They
@@ -293,8 +293,8 @@ class EngineConfig:
     draft_model: str | None = option(
         None,
         DRAFTS,
-        "Draft with this model. self: with layers of the model itself. mtp: with the multi-token "
-        "prediction layer of its checkpoint.",
+        "Draft with this model. self: with layers of the model itself. mtp: with its "
+        "layer of multi-token prediction.",
         "--draft-model",
     )
     draft_layers: int | None = option(

@@ -64,7 +64,8 @@ class Asked(NamedTuple):
     but: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        return " or ".join(_shown(self.name, value) for value in self.values) or self.name
+        others = "".join(f" other than {value!r}" for value in self.but)
+        return " or ".join(_shown(self.name, value) for value in self.values) or self.name + others
 
 
 class Setting:
@@ -332,7 +333,7 @@ ENGINE_ROWS = (
         ranks=(),
         excludes=(Asked(LOCKSTEP),),
     ),
-    _feature("draft models other than the policy's own layer", Asked("draft_model", but=("mtp",)))(
+    _feature("draft models", Asked("draft_model", but=("mtp",)))(
         "a rejected draft cannot be removed from a state",
         "use speculation='suffix'",
         models=(STATES,),

@@ -79,7 +79,7 @@ FAMILIES = {
         "Qwen3NextForCausalLM", NEXT, FULL, "mtp.layers.0", QWEN_NAMES, norm_offset=1.0
     ),
     "mimo": Family(
-        "Qwen2ForCausalLM",
+        "MiMoForCausalLM",
         {},
         {"num_hidden_layers": 1},
         "model.mtp_layers.0",
@@ -89,11 +89,7 @@ FAMILIES = {
             "model.mtp_layers.0.input_proj.weight",
             "model.mtp_layers.0.final_layernorm.weight",
         ),
-        {
-            "architectures": ["MiMoForCausalLM"],
-            "model_type": "mimo",
-            "num_nextn_predict_layers": 1,
-        },
+        {"num_nextn_predict_layers": 1},
         hidden_first=True,
         reads_stream=True,
     ),

@@ -1,5 +1,5 @@
-"""`mtp_table`: the parameters of a multi-token prediction layer, and `whole_table`: those of a model
-with this layer.
+"""`mtp_table` lists the parameters of a layer of multi-token prediction, `whole_table` those of a
+model with such a layer.
 """
 
 from dataclasses import replace
