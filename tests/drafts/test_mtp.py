@@ -40,6 +40,7 @@ def best_of_few(logits: Tensor) -> int:
     return max(FEW, key=lambda token: float(logits[token]))
 
 
+@pytest.mark.thorough(but=["qwen3.5-cpu", "mimo-cpu", "deepseek-v3-cpu"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_mtp_layer_matches_its_formula(
     model: MtpModel, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -88,6 +89,7 @@ def test_mtp_layer_matches_its_formula(
     assert worst < TOLERANCE
 
 
+@pytest.mark.thorough(but=[f"{name}-1.0-4" for name in FAMILIES])
 @pytest.mark.parametrize("most", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_mtp_drafts_change_no_bit(model: MtpModel, temperature: float, most: int) -> None:
@@ -114,6 +116,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> MtpModel:
     return MtpModel(tmp_path_factory.mktemp("qwen"), FAMILIES["qwen3.5"])
 
 
+@pytest.mark.thorough(but=["plain", "grammar"])
 @pytest.mark.parametrize("case", CASES)
 def test_mtp_drafts_survive_preemption(mimo: MtpModel, tmp_path: Path, case: str) -> None:
     """Every kind of parameter, with barely enough memory."""
