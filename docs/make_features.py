@@ -51,7 +51,9 @@ def _line(row: Row) -> str:
 def _named(asked: Asked) -> str:
     if asked.name in FACTS:
         return FACTS[asked.name]
-    return ", ".join(f"`{each}`" for each in str(asked).split(" or "))
+    others = "".join(f" other than `{value!r}`" for value in asked.but)
+    names = str(asked._replace(but=())).split(" or ")
+    return ", ".join(f"`{each}`" for each in names) + others
 
 
 def main() -> int:

@@ -31,6 +31,7 @@ Quantization = Literal["auto", "none", Codes]
 KVCacheDType = Literal["auto", "int8"]
 CpuSums = Literal["auto", "pairs", "tiles"]
 SELF = "self"  # draft_model: layers of the policy itself
+MTP = "mtp"  # draft_model: multi-token prediction layer of the policy's checkpoint
 # groups of options in `--help`
 ENGINE, RANKS, DRAFTS = "The engine", "Several processes", "Drafts"
 # number of keys in an attention segment, at absolute positions; equals that of kernels/attention.h
@@ -160,8 +161,9 @@ class EngineConfig:
             samples of the same prompt. `"auto"` is `"suffix"`. All except `"none"` also draft the
             tokens that a grammar forces.
         draft_model: Additional draft model: a path like `model_path`, with the policy's vocabulary,
-            or `"self"` for layers of the policy itself (`draft_layers`). It draws with the noise of
-            the samples and runs on one rank. None disables it.
+            `"self"` for layers of the policy itself (`draft_layers`), or `"mtp"` for its layer of
+            multi-token prediction. It draws with the noise of the samples and runs on one rank.
+            None disables it.
         draft_layers: Number of the policy's layers that `draft_model="self"` uses, spread evenly
             and including the first and the last. None uses all.
         draft_quantization: Format of the codes of `draft_model="self"`, as for `quantization`. They
@@ -291,7 +293,8 @@ class EngineConfig:
     draft_model: str | None = option(
         None,
         DRAFTS,
-        "Draft with this model. self: with layers of the model itself.",
+        "Draft with this model. self: with layers of the model itself. mtp: with its "
+        "layer of multi-token prediction.",
         "--draft-model",
     )
     draft_layers: int | None = option(

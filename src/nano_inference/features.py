@@ -56,14 +56,16 @@ class Runs(NamedTuple):
 
 class Asked(NamedTuple):
     """Option, parameter or fact that a row reads. With `values`, only these values count. Otherwise
-    every value that turns it on counts.
+    every value that turns it on counts, except those in `but`.
     """
 
     name: str
     values: tuple[Any, ...] = ()
+    but: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        return " or ".join(_shown(self.name, value) for value in self.values) or self.name
+        others = "".join(f" other than {value!r}" for value in self.but)
+        return " or ".join(_shown(self.name, value) for value in self.values) or self.name + others
 
 
 class Setting:
@@ -94,7 +96,7 @@ class Setting:
         if asked.values:
             return self.has(asked.name) and value in asked.values
         off = value is None or value is False or value in ("auto", "none")
-        return not off and value != self._default(asked.name)
+        return not (off or value in asked.but) and value != self._default(asked.name)
 
     def said(self, asked: Asked) -> str:
         """Return the text by which a message names an option that is on."""
@@ -331,7 +333,7 @@ ENGINE_ROWS = (
         ranks=(),
         excludes=(Asked(LOCKSTEP),),
     ),
-    _draft(
+    _feature("draft models", Asked("draft_model", but=("mtp",)))(
         "a rejected draft cannot be removed from a state",
         "use speculation='suffix'",
         models=(STATES,),

@@ -23,7 +23,7 @@ from typing import Any
 from nano_inference.errors import ModelLoadError, NanoInferenceError
 from nano_inference.models.spec.read import spec_from_config
 from tests.models.families import CASES, STATE_CASES, Case
-from tests.models.strong import TOLERANCE, disagreement, strong_model
+from tests.models.strong import TOLERANCE, class_named, disagreement, strong_model
 
 EVERY_CASE = {**CASES, **STATE_CASES}
 LONGEST = 320  # characters of a rejection message
@@ -152,13 +152,11 @@ def try_case(case_name: str, folder: Path) -> Found:
 
 def switches(case: Case) -> list[str]:
     """Return the boolean settings of the model's config that its case does not set."""
-    import transformers
-
     with tempfile.TemporaryDirectory() as folder:
         strong_model(Path(folder), case.class_name, **case.config)
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     defaults: dict[str, Any] = {}
-    config_class: Any = getattr(transformers, case.class_name).config_class
+    config_class: Any = class_named(case.class_name).config_class
     if "text_config" not in config:
         defaults = json.loads(config_class().to_json_string(use_diff=False))
     fields = defaults | config
@@ -173,9 +171,7 @@ def try_switch(case_name: str, switch: str, folder: Path) -> Found:
     """Invert one switch: the model must agree, or the rejection must name the switch."""
     case = EVERY_CASE[case_name]
     config = dict(case.config)
-    import transformers
-
-    config_class: Any = getattr(transformers, case.class_name).config_class
+    config_class: Any = class_named(case.class_name).config_class
     turned = not getattr(config_class(), switch)
     model = f"{case_name}, {switch}={turned}"
     try:

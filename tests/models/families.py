@@ -707,6 +707,7 @@ CASES = {
         {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
         {"windows": without_windows, "biases": spec_with(qkv_bias=False)},
     ),
+    "mimo": Case("MiMoForCausalLM", {}, {"biases": spec_with(qkv_bias=False)}),
     "qwen3": Case("Qwen3ForCausalLM", {}, {"norms of queries and keys": spec_with(qk_norm=None)}),
     "olmo2": Case(
         "Olmo2ForCausalLM",

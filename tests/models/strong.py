@@ -34,6 +34,10 @@ NOTICED = 1e-3  # smallest change if a feature is omitted
 BEST = 20  # most probable tokens compared at each position
 LENGTHS = (1, 5, 40, 200)  # prompt lengths: the last two exceed the windows of these tests
 
+# Classes whose code is published with their weights, and the class of transformers that computes
+# the same.
+SAME_AS = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
+
 # Default config of a tiny model.
 TINY: dict[str, Any] = {
     "vocab_size": 300,
@@ -48,6 +52,13 @@ TINY: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def class_named(name: str) -> Any:
+    """Return a class of transformers by its name, or the class that computes the same."""
+    import transformers
+
+    return getattr(transformers, SAME_AS.get(name, name))
 
 
 def strong_model(
@@ -65,16 +76,14 @@ def strong_model(
 
     Args:
         folder: Receives config.json and model.safetensors, as transformers writes them.
-        class_name: Class of transformers, such as `"Olmo3ForCausalLM"`.
+        class_name: Class of transformers, such as `"Olmo3ForCausalLM"`, or of `SAME_AS`.
         seed: Seed of the weights.
         sizes: Standard deviations by a part of a tensor's name, if the rule above does not fit.
             Such a tensor varies around its initial value.
         config: Settings of the class that override or extend `TINY`. If `text_config` (a mapping)
             is among them, `TINY` is merged into it.
     """
-    import transformers
-
-    model_class: Any = getattr(transformers, class_name)
+    model_class = class_named(class_name)
     if isinstance(config.get("text_config"), Mapping):
         fields = config | {"text_config": TINY | config["text_config"]}
     else:
@@ -90,6 +99,8 @@ def strong_model(
             filled.add(tensor.data_ptr())
             _fill(name, tensor, generator, sizes or {})
     model.save_pretrained(folder)
+    if class_name in SAME_AS:
+        rewrite_config(folder, architectures=[class_name])
     return model
 
 

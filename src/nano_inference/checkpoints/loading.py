@@ -21,6 +21,7 @@ from nano_inference.checkpoints.host_file import HostFile
 from nano_inference.checkpoints.quantised_weights import ACTIVATIONS, quantised_weight
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.parameters.fused import fused_tensors
+from nano_inference.models.parameters.mtp import whole_table
 from nano_inference.models.parameters.param import Formats, ParamSpec
 from nano_inference.models.parameters.slots import Slot, named_slots
 from nano_inference.models.parameters.storage import (
@@ -29,7 +30,7 @@ from nano_inference.models.parameters.storage import (
     form_of,
     require_whole_groups,
 )
-from nano_inference.models.parameters.table import HEAD, param_table
+from nano_inference.models.parameters.table import HEAD
 from nano_inference.models.parameters.values import WEIGHT_DTYPES, as_held, read, write
 from nano_inference.models.sharding.shard import ModelShard
 from nano_inference.models.spec.model import ModelSpec
@@ -99,9 +100,9 @@ def load_params(
     missing tensor. The same applies to codes that must stay unchanged but products cannot read.
     Raises `ConfigError` if ranks would split codes within a group.
     """
-    table = param_table(spec, part)
+    table = whole_table(spec, part)
     places = named_slots(table)
-    whole = table if part is None else param_table(spec)
+    whole = table if part is None else whole_table(spec)
     weights = _weights(folder, spec, whole, dtype, device)
     _require_all(folder, places, weights)
     if quantization == FILE:
@@ -308,7 +309,7 @@ def _weights(
     tensors = {
         name: (_Blocks if in_blocks else _PlainWeight)(name, file, opened)
         for name, file, opened in _tensors_of(folder, device, dtype)
-        if not name.startswith(spec.unused) and not (spec.is_text_part and is_of_another_part(name))
+        if not spec.ignores(name) and not (spec.is_text_part and is_of_another_part(name))
     }
     used: set[str] = set()
 

@@ -10,9 +10,9 @@ from nano_inference.arrays import Device, Dtype, dtype_name
 from nano_inference.checkpoints.gguf.file import described_by
 from nano_inference.checkpoints.loading import load_params, weight_files
 from nano_inference.checkpoints.packed_files import packed_file
+from nano_inference.models.parameters.mtp import whole_table
 from nano_inference.models.parameters.param import Formats, ParamSpec
 from nano_inference.models.parameters.storage import allocate, formats_of, num_bytes
-from nano_inference.models.parameters.table import param_table
 from nano_inference.models.sharding.shard import ModelShard
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.cpu.memory import RecordedArena
@@ -40,7 +40,7 @@ def load_packed(
 
     Raises as `load_params`.
     """
-    table, file = param_table(spec, part), None
+    table, file = whole_table(spec, part), None
     if num_bytes(table, dtype, quantization) >= LEAST:
         with suppress(OSError):  # a file cannot be read, which `load_params` reports
             file = packed_file(weight_files(folder), _about(table, dtype, quantization, packing))

@@ -59,11 +59,10 @@ def state_layout(specs: Sequence[ModelSpec], block_size: int) -> BlockLayout | N
     block itself, because the other layers of such models keep all tokens. Without separate memory
     (models without states, or with different ones), each block also holds its states.
     """
-    kinds = {spec.state for spec in specs}
-    state = kinds.pop()
-    if kinds or state is None:
+    kinds = {spec.state for spec in specs if spec.state is not None}
+    if len(kinds) != 1:
         return None
-    return BlockLayout(0, 1, state.window(block_size), beside=True)
+    return BlockLayout(0, 1, kinds.pop().window(block_size), beside=True)
 
 
 def _layout(spec: ModelSpec, max_len: int, stages: int) -> BlockLayout:
@@ -92,7 +91,7 @@ def unit_width(spec: ModelSpec, layout: BlockLayout, kept: KvFormat) -> int:
 
 def _unit_of_kinds(spec: ModelSpec, layout: BlockLayout) -> tuple[int, list[tuple[int, int]]]:
     """Return the width of a unit, and each layer's unit and first number within it."""
-    if layout.num_sliding:
+    if layout.num_sliding and not layout.beside:
         slides = _slides(spec, layout)
         width, num_full, num_sliding = _packed(spec, slides)
         if (num_full, num_sliding) != (layout.num_full, layout.num_sliding):
@@ -152,6 +151,8 @@ def layers_of_a_unit(spec: ModelSpec, layout: BlockLayout) -> int:
     """Return how many layers one unit holds, for a model or a stage's part of it."""
     if spec.state is not None:
         return spec.state.layers.count(False)
+    if layout.beside:  # the units belong to another model's states
+        return spec.num_layers
     num_sliding = sum(_slides(spec, layout))
     kinds = ((spec.num_layers - num_sliding, layout.num_full), (num_sliding, layout.num_sliding))
     return max(-(-layers // units) for layers, units in kinds if units)
@@ -203,8 +204,8 @@ class KVStorage:
             if spec.state is None
             else StateStorage(spec.state, num_blocks, block_size, dtype, device, units)
         )
-        if self.states is not None:
-            units = None
+        if units is not None and units.layout.beside:
+            units = None  # they hold states only
         layout, num_units = (
             (UNIFORM, num_blocks) if units is None else (units.layout, units.num_units)
         )

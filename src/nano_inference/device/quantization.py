@@ -7,7 +7,7 @@ from nano_inference.arrays import HOST, Device, Dtype, dtype_for, dtype_name
 from nano_inference.checkpoints.folders import describe_model, gguf_of, load_spec
 from nano_inference.checkpoints.gguf.codes import KINDS
 from nano_inference.checkpoints.gguf.file import tensors_of
-from nano_inference.config import SELF, EngineConfig
+from nano_inference.config import MTP, SELF, EngineConfig
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.backends import LEAST, bf16_gains, no_cpu_kernels_for, wants_cpu_kernels
 from nano_inference.device.memory import gibibytes
@@ -113,7 +113,7 @@ def _allows_blocks(config: EngineConfig) -> bool:
         and ranks == 1
         and all(each is None for each in others)
         and wants_cpu_kernels(config)
-        and (config.draft_model in (None, SELF) or blocks_bytes(str(config.draft_model)) > 0)
+        and (config.draft_model in (None, SELF, MTP) or blocks_bytes(str(config.draft_model)) > 0)
     )
 
 

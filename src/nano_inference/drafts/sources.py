@@ -7,7 +7,7 @@ from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
-from nano_inference.config import SELF, EngineConfig, SchedulerConfig, Speculation
+from nano_inference.config import MTP, SELF, EngineConfig, SchedulerConfig, Speculation
 from nano_inference.core.loop import Abort, EngineLoop, LoopHooks, OnFinish, Watch
 from nano_inference.core.sequence import DRAFT, POLICY, CheckedRequest, Sequence, Sequences
 from nano_inference.device.runner import ModelRunner
@@ -16,8 +16,10 @@ from nano_inference.drafts.drafter import Drafter, may_draft
 from nano_inference.drafts.eagle import EagleDrafts
 from nano_inference.drafts.heads import HeadWeights, MedusaSpec
 from nano_inference.drafts.history import HistoryDrafts
+from nano_inference.drafts.layer_drafts import LayerDrafts
 from nano_inference.drafts.medusa import MedusaDrafts
 from nano_inference.drafts.model import ModelDrafts
+from nano_inference.drafts.mtp import MtpDrafts
 from nano_inference.drafts.source import NO_GUESS, DraftSource, Guess
 from nano_inference.drafts.suffix import SuffixDrafts
 from nano_inference.kv_cache.manager import KVCacheManager
@@ -95,7 +97,7 @@ def make_drafter(
     sources = [ForcedDrafts(), *(make() for make in TEXT_SOURCES[config.speculation])]
     on_finish = tuple(partial(_keep, each) for each in sources if isinstance(each, HistoryDrafts))
     model = None
-    if heads is not None:
+    if heads is not None or config.draft_model == MTP:
         model = _head_drafts(heads, cache, runner)
         watches = (model.see,)
     elif config.draft_model is not None:
@@ -149,13 +151,17 @@ class CodedCopies:
 
 
 def _head_drafts(
-    heads: HeadWeights, cache: KVCacheManager, runner: ModelRunner
-) -> MedusaDrafts | EagleDrafts:
+    heads: HeadWeights | None, cache: KVCacheManager, runner: ModelRunner
+) -> MedusaDrafts | LayerDrafts:
+    """Return the source that runs these heads. None: the policy's multi-token prediction layer."""
     policy = runner.models[POLICY]
-    if isinstance(heads.spec, MedusaSpec):
+    if heads is not None and isinstance(heads.spec, MedusaSpec):
         return MedusaDrafts(policy, heads)
     storage = runner.storages[DRAFT]
-    return EagleDrafts(policy, heads, storage, range(cache.num_blocks, storage.num_blocks))
+    scratch = range(cache.num_blocks, storage.num_blocks)
+    if heads is None:
+        return MtpDrafts(policy, storage, scratch)
+    return EagleDrafts(policy, heads, storage, scratch)
 
 
 def _keep(

@@ -352,7 +352,7 @@ class Decoder:
         x: X | None = None
         for layer in self.blocks:
             x, residual = layer(step, x, residual)
-        return self._leave(ops, batch, x, residual)
+        return self._leave(step, x, residual)
 
     def _plans(
         self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView
@@ -363,14 +363,16 @@ class Decoder:
         windows = set(self.spec.windows)
         return {each: ops.plan_attention(batch, view.block_size, each) for each in windows}
 
-    def _leave(self, ops: Operations[X], batch: ForwardBatch, x: X | None, residual: X) -> X:
+    def _leave(self, step: Step[X], x: X | None, residual: X) -> X:
         """Return the rows after the last norm, or the residual stream for the next stage."""
-        scale = self.spec.residual_scale
+        ops, scale, hidden = step.ops, self.spec.residual_scale, self.spec.hidden_size
         if self.is_last_stage:
-            return ops.rms_norm(x, residual, self.norm, scale)[0]
+            normed, residual = ops.rms_norm(x, residual, self.norm, scale)
+            step.tapped(self.spec.num_layers, residual, hidden)
+            return normed
         _, residual = ops.rms_norm(x, residual, self.not_rounded, scale)
-        send, hidden = self.rank_exchange.send, self.spec.hidden_size
-        return ops.call(batch, send, (residual,), hidden, self.xp.float32)
+        send = self.rank_exchange.send
+        return ops.call(step.batch, send, (residual,), hidden, self.xp.float32)
 
     def _enter(self, ops: Operations[X], batch: ForwardBatch) -> X:
         """Return the residual stream before the first layer held here."""

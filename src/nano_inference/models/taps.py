@@ -10,7 +10,7 @@ class Taps:
     """Residual stream before some layers, from the latest forward pass.
 
     Args:
-        layers: Numbers of the tapped layers.
+        layers: Numbers of the tapped layers. The number of layers means after the last one.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:

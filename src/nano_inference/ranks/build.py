@@ -10,7 +10,7 @@ from nano_inference.arrays import Device, Dtype
 from nano_inference.checkpoints.folders import gguf_of
 from nano_inference.checkpoints.loading import gguf_formats, load_spec, resolve_model
 from nano_inference.checkpoints.shard_checks import mesh_of, require_experts
-from nano_inference.config import SELF, EngineConfig
+from nano_inference.config import MTP, SELF, EngineConfig
 from nano_inference.core.gate import Gate
 from nano_inference.core.sequence import DRAFT, POLICY, REFERENCE
 from nano_inference.device.backends import (
@@ -26,11 +26,13 @@ from nano_inference.device.quantization import settle_quantization
 from nano_inference.drafts.heads import EagleSpec, HeadsSpec, heads_bytes, read_heads
 from nano_inference.errors import ConfigError
 from nano_inference.features import ENGINE_LIMITS, NO_ROUTES, Runs, Setting, require
+from nano_inference.models.parameters.mtp import whole_table
 from nano_inference.models.parameters.storage import codes_bytes, num_bytes, require_whole_groups
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.sharding.shard import ModelShard, shard_of
 from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.mtp_layer import mtp_layer, with_mtp
 from nano_inference.ops.formats import FILE
 from nano_inference.ops.interface import Numerics, Ops
 from nano_inference.parallel.bounds import SEGMENTS
@@ -139,7 +141,7 @@ def plan_engine(
         dtype,
         memory or memory_of(device),
         kernels=make_ops(1).name == "cuda",
-        heads=None if heads is None else heads[1],
+        heads=heads,
     )
     budget = plan_memory(config, parts, claims, dtype, device, rank.ranks_here)
     ops = make_ops(budget.num_blocks)
@@ -148,7 +150,7 @@ def plan_engine(
         require(ENGINE_LIMITS, Setting(config, **facts))
     if DRAFT in specs:
         require_drafting(config, ops, specs[DRAFT], dtype, device)
-    if heads is not None:
+    if heads is not None or config.draft_model == MTP:
         runs = Runs(ops.name, str(device))
         require(ENGINE_LIMITS, Setting(heads=config.draft_model, runs=runs))
     return EnginePlan(
@@ -176,7 +178,10 @@ def _sources(
         same = config.ref_model_path == config.model_path
         folders[REFERENCE] = folder if same else resolve(config.ref_model_path)
     specs = {name: load_spec(each) for name, each in folders.items()}
-    if config.draft_model in (None, SELF):
+    if config.draft_model == MTP:
+        specs[POLICY] = with_mtp(specs[POLICY])
+        specs[DRAFT] = mtp_layer(specs[POLICY])  # its layer stores keys and values
+    if config.draft_model in (None, SELF, MTP):
         return folders, specs, None
     drafting = resolve(config.draft_model)
     heads = read_heads(drafting, specs[POLICY])
@@ -199,7 +204,7 @@ def counted_weights(plan: EnginePlan) -> int:
     if plan.config.codes != FILE or file is None:
         return size
     part = plan.parts[POLICY]
-    table = param_table(part.whole, part)
+    table = whole_table(part.whole, part)
     plain = num_bytes(table, plan.dtype, FILE)
     return size - plain + num_bytes(table, plan.dtype, gguf_formats(file, table))
 
@@ -210,15 +215,17 @@ def _guessed_claims(
     dtype: Dtype,
     memory: "DeviceMemory | None",
     kernels: bool,
-    heads: HeadsSpec | None,
+    heads: tuple[Path, HeadsSpec] | None,
 ) -> Claims:
     """Return an estimate of the memory claims other than the KV cache, before anything has run."""
-    models = [part for name, part in parts.items() if heads is None or name != DRAFT]
-    weights = sum(num_bytes(param_table(part.whole, part), dtype, config.codes) for part in models)
+    # the weights of heads and of the policy's own layer are not those of a whole model
+    is_model = heads is None and config.draft_model != MTP
+    models = [part for name, part in parts.items() if is_model or name != DRAFT]
+    weights = sum(num_bytes(whole_table(part.whole, part), dtype, config.codes) for part in models)
     policy = parts[POLICY]
     copied = config.draft_quantization
     weights += codes_bytes(param_table(policy.whole, policy), dtype, copied)
-    weights += 0 if heads is None else heads_bytes(heads, dtype)
+    weights += 0 if heads is None else heads_bytes(heads[1], dtype)
     if memory is None:
         return Claims(weights)
     from nano_inference.device.memory_profile import guess

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nano_inference.arrays import HOST, Device, dtype_name
-from nano_inference.checkpoints.loading import load_params
+from nano_inference.checkpoints.loading import load_params, stored_shapes
 from nano_inference.checkpoints.packed import load_packed
-from nano_inference.config import SELF, EngineConfig
+from nano_inference.config import MTP, SELF, EngineConfig
 from nano_inference.core.sequence import DRAFT, POLICY, REFERENCE
 from nano_inference.device.backends import (
     captures_graphs,
@@ -41,9 +41,11 @@ from nano_inference.errors import ConfigError
 from nano_inference.features import CALL_LIMITS, Setting, require
 from nano_inference.kv_cache.caches import CACHES, KVCache
 from nano_inference.models.decoder import Decoder
+from nano_inference.models.parameters.mtp import whole_table
 from nano_inference.models.parameters.storage import coded_copies, formats_of, num_bytes
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.routes import RouteRecord
+from nano_inference.models.spec.mtp import PARAMS, MtpSpec
 from nano_inference.models.taps import Taps
 from nano_inference.ops.formats import FILE
 from nano_inference.ops.interface import Numerics
@@ -158,6 +160,8 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
         record = RouteRecord(moe, kept.num_blocks, kept.block_size, device)
     spec = None if plan.heads is None else plan.heads[1]
     taps = Taps(spec.layer_ids) if isinstance(spec, EagleSpec) else None
+    if config.draft_model == MTP:
+        taps = Taps((models[POLICY].spec.num_layers,))
     if record is not None or taps is not None:
         models = {**models, POLICY: models[POLICY].twin(routes=record, taps=taps)}
     if config.draft_model == SELF:
@@ -182,9 +186,9 @@ def _storages(plan: EnginePlan, cache: KVCache) -> dict[str, KVStorage]:
     config, budget, device = plan.config, plan.memory_budget, plan.device
     units = UnitMap(cache.units, device) if cache.units is not None else None
     specs = {name: part.spec for name, part in plan.parts.items()}
-    # weight set whose KV tensors receive drafts; layouts with units have no scratch blocks
+    # weight set whose KV tensors receive drafts; keys in units have no scratch blocks
     drafting = DRAFT if DRAFT in specs else POLICY if config.draft_model == SELF else None
-    drafting = None if units is not None else drafting
+    drafting = None if units is not None and not budget.layout.beside else drafting
     try:
         by_key = {
             storage_key(spec, budget.layout, name): KVStorage(
@@ -257,7 +261,11 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
         for name, folder in plan.folders.items():
             frozen_copy = name == REFERENCE and folder == plan.folders[POLICY]
             params[name] = (
-                {key: param.clone() for key, param in params[POLICY].items()}
+                {
+                    key: param.clone()
+                    for key, param in params[POLICY].items()
+                    if not key.startswith(PARAMS)
+                }
                 if frozen_copy
                 else _load_params(plan, name, folder)
             )
@@ -290,14 +298,25 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
 
 def _load_params(plan: EnginePlan, name: str, folder: Path) -> dict[str, Any]:
     spec, part, codes, ops = plan.specs[name], plan.parts[name], plan.config.codes, plan.ops
+    if spec.mtp is not None:
+        _require_mtp(folder, spec.mtp)
     if plan.device is HOST and ops.packing is not None:
         return load_packed(folder, spec, plan.dtype, plan.device, ops.packing, part, codes)
     return load_params(folder, spec, plan.dtype, plan.device, ops.allocate, part, codes)
 
 
+def _require_mtp(folder: Path, mtp: MtpSpec) -> None:
+    """Raise `ConfigError` if a checkpoint has no multi-token prediction layer."""
+    if not any(name.startswith(mtp.prefix) for name in stored_shapes(folder)):
+        raise ConfigError(
+            f"draft_model='mtp' needs a multi-token prediction layer, but {folder} has no tensor "
+            f"{mtp.project!r}; use a checkpoint with this layer, or speculation='suffix'."
+        )
+
+
 def _held(plan: EnginePlan, models: Mapping[str, Decoder]) -> int:
     """Return the bytes of the models' weights in their actual formats."""
-    tables = {name: param_table(part.whole, part) for name, part in plan.parts.items()}
+    tables = {name: whole_table(part.whole, part) for name, part in plan.parts.items()}
     return sum(
         num_bytes(tables[name], plan.dtype, formats_of(model.params))
         for name, model in models.items()
@@ -317,7 +336,7 @@ def _quantisation_lines(plan: EnginePlan) -> list[str]:
         f"{names[name]}: {spec.quantisation.computed}"
         if codes == FILE
         else f"{names[name]}: {spec.quantisation.becomes(dtype)}; its weights take "
-        f"{gibibytes(num_bytes(param_table(spec, plan.parts[name]), plan.dtype, codes))}"
+        f"{gibibytes(num_bytes(whole_table(spec, plan.parts[name]), plan.dtype, codes))}"
         for name, spec in plan.specs.items()
         if spec.quantisation is not None
     ]

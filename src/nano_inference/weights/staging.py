@@ -131,7 +131,8 @@ class WeightSession:
 
     def missing(self) -> list[str]:
         """Return the names of tensors that were not received."""
-        return sorted({*self._weights.names} - self.whole - self._indices.keys())
+        weights = self._weights
+        return sorted({*weights.names} - weights.optional - self.whole - self._indices.keys())
 
     def settle(self, pending: Iterable[WeightUpdate], asleep: bool) -> None:
         """Wait until all received data has arrived, since another stream may write it, and check

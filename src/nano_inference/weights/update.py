@@ -21,6 +21,7 @@ from nano_inference.arrays import (
 from nano_inference.errors import WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.fused import fused_tensors
+from nano_inference.models.parameters.mtp import mtp_table
 from nano_inference.models.parameters.slots import Slot, named_slots
 from nano_inference.models.parameters.storage import formats_of
 from nano_inference.models.parameters.table import HEAD, param_table
@@ -71,17 +72,21 @@ class WeightSet:
         fused: Names that stand for several checkpoint tensors.
         shapes: Shape of every tensor that an update may name. Some tensors are parts of others.
         names: Names of the checkpoint's tensors.
+        optional: Names of tensors that a complete update may omit, because they only draft.
     """
 
     def __init__(self, model: Decoder, shares: OtherRanks | None = None) -> None:
-        table = param_table(model.part.whole)
-        own_table = param_table(model.part.whole, model.part)
+        spec = model.part.whole
+        drafting = tuple(each for each in mtp_table(spec) if each.name in model.params)
+        table = (*param_table(spec), *drafting)
+        own_table = (*param_table(spec, model.part), *drafting)
         self.model, self.shares = model, shares
         self.slots, self.own = named_slots(table), named_slots(own_table)
         self.fused = fused_tensors(table)
         self.shapes = {name: fused.shape for name, fused in self.fused.items()}
         self.shapes |= {name: slot.shape for name, slot in self.slots.items()}
         self.names = [name for name, slot in self.slots.items() if slot.tied_to is None]
+        self.optional = {source.name for param in drafting for source in param.sources}
         self._in_float32 = {param.name for param in table if param.keep_float32}
         self._forms = formats_of(model.params)
         # with those of other ranks
@@ -93,8 +98,10 @@ class WeightSet:
         """Return True if a tensor belongs to a part of the checkpoint that this engine does not
         run.
         """
-        text_part = self.model.part.whole.is_text_part
-        return text_part and isinstance(name, str) and is_of_another_part(name)
+        spec = self.model.part.whole
+        if not isinstance(name, str) or name in self.slots or name in self.fused:
+            return False
+        return spec.ignores(name) or (spec.is_text_part and is_of_another_part(name))
 
     def dtype_of(self, name: str) -> Dtype:
         """Return the dtype in which a tensor is stored, on any rank."""

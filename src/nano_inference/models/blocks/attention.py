@@ -17,6 +17,10 @@ class Attention:
     def __call__(self, step: Step[X], x: X) -> X:
         return self.o(step, self.attend(step, self.qkv(step, x)))
 
+    def store(self, step: Step[X], x: X) -> X:
+        """Store the keys and values of rows. Return their queries."""
+        return self.attend.store(step, self.qkv(step, x))
+
 
 class Attend:
     """Attention between the products: rotate queries and keys, store keys and values, attend."""
@@ -44,11 +48,16 @@ class Attend:
     def __call__(self, step: Step[X], qkv: X) -> X:
         """Compute [queries, keys, values] -> attention's output [N, heads * D]."""
         ops, batch, view, layer = step.ops, step.batch, step.view, self.layer
-        q = ops.rope_and_store(qkv, self.rope, batch.positions, batch.slot_mapping, view, layer)
+        q = self.store(step, qkv)
         if self.context is None:
             return ops.attention(q, view, layer, step.plans[self.window], self.scores)
         attend = self.context.attention(view, layer, self.window, self.scores)
         return ops.call(batch, attend, (q,), self.width, self.dtype)
+
+    def store(self, step: Step[X], qkv: X) -> X:
+        """Rotate queries and keys, and store keys and values. Return the queries [N, heads, D]."""
+        where = step.batch.positions, step.batch.slot_mapping, step.view, self.layer
+        return step.ops.rope_and_store(qkv, self.rope, *where)
 
 
 class OwnHeads:

@@ -25,3 +25,8 @@ class GatedAttention:
         gate = ops.columns(made, 0, self.width)
         attended = self.attend(step, ops.columns(made, self.width, self.end))
         return self.o(step, ops.sigmoid_gate(attended, gate))
+
+    def store(self, step: Step[X], x: X) -> X:
+        """Store the keys and values of rows. Return their queries."""
+        qkv = step.ops.columns(self.qkv(step, x), self.width, self.end)
+        return self.attend.store(step, qkv)

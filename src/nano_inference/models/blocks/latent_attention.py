@@ -25,11 +25,17 @@ class LatentAttention:
         self.o = output(part, layer)
 
     def __call__(self, step: Step[X], x: X) -> X:
-        latent = step.ops.latent
+        attended = self.attend(step, self._met(step, x))
+        return self.o(step, step.ops.latent.values(attended, self.kv_b, self.sizes))
+
+    def store(self, step: Step[X], x: X) -> X:
+        """Store the latents of rows. Return their queries."""
+        return self.attend.store(step, self._met(step, x))
+
+    def _met(self, step: Step[X], x: X) -> X:
+        """Return queries over latents, and the latents."""
         q = self.q_b(step, self._query_input(step, x))
-        qkv = latent.meet(q, self.kv_a(step, x), self.kv_b, self.kv_a_norm, self.sizes)
-        attended = self.attend(step, qkv)
-        return self.o(step, latent.values(attended, self.kv_b, self.sizes))
+        return step.ops.latent.meet(q, self.kv_a(step, x), self.kv_b, self.kv_a_norm, self.sizes)
 
     def _query_input(self, step: Step[X], x: X) -> X:
         """Return the input of the query product: the rows, or a latent of them."""

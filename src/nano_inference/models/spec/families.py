@@ -26,6 +26,7 @@ from nano_inference.models.spec.experts import (
 from nano_inference.models.spec.latents import LatentSpec, latent_ropes, latent_scale, read_latent
 from nano_inference.models.spec.layers import LayerSpec, gemma4_layers
 from nano_inference.models.spec.model import Activation, NormPlacement, QkNorm
+from nano_inference.models.spec.mtp import DEEPSEEK, MIMO, QWEN, MtpSpec
 from nano_inference.models.spec.rope import (
     ReadRopes,
     interleaved_ropes,
@@ -91,6 +92,7 @@ class Family:
     state: Callable[[Config, int], StateSpec | None] = lambda _, __: None
     gated_attention: bool = False
     unused: tuple[str, ...] = ()
+    mtp: MtpSpec | None = None  # multi-token prediction layer that can draft
     renamed: tuple[tuple[str, str], ...] = ()
     is_text_part: bool = False
     # config -> config with the keys of other families, and with defaults
@@ -317,6 +319,7 @@ ARCHITECTURES: dict[str, Family] = {
         partial_rotary=True,
         read=partial(_partly_turning, share=0.5),
         moe=deepseek_v3_experts,
+        mtp=DEEPSEEK,
     ),
     "SmolLM3ForCausalLM": Family(
         tied_by_default=True,
@@ -326,6 +329,12 @@ ARCHITECTURES: dict[str, Family] = {
     ),
     "Qwen2ForCausalLM": Family(
         biases=lambda _: (True, False), windows=_upper_windows, windows_if="use_sliding_window"
+    ),
+    "MiMoForCausalLM": Family(
+        biases=lambda _: (True, False),
+        windows=_upper_windows,
+        windows_if="use_sliding_window",
+        mtp=MIMO,
     ),
     "Qwen3ForCausalLM": Family(
         qk_norm="head", windows=_upper_windows, windows_if="use_sliding_window"
@@ -411,7 +420,7 @@ ARCHITECTURES: dict[str, Family] = {
     ),
     "OlmoeForCausalLM": Family(qk_norm="full", moe=olmoe_experts),
     "DeepseekV2ForCausalLM": replace(_LATENT, moe=deepseek_v2_experts),
-    "DeepseekV3ForCausalLM": replace(_LATENT, moe=deepseek_v3_experts),
+    "DeepseekV3ForCausalLM": replace(_LATENT, moe=deepseek_v3_experts, mtp=DEEPSEEK),
     "GraniteMoeForCausalLM": Family(scales=_granite_scales, moe=granite_experts),
     "ApertusForCausalLM": Family(
         qk_norm="head",
@@ -448,6 +457,7 @@ ARCHITECTURES: dict[str, Family] = {
         partial_rotary=True,
         read=_quarter_turning,
         unused=("mtp.",),
+        mtp=QWEN,
     ),
     "Qwen3NextForCausalLM": Family(
         qk_norm="head",
@@ -458,6 +468,7 @@ ARCHITECTURES: dict[str, Family] = {
         read=_quarter_turning,
         moe=qwen2_experts,
         unused=("mtp.",),
+        mtp=QWEN,
     ),
     "Lfm2ForCausalLM": Family(
         biases=lambda _: (False, False),

@@ -6,6 +6,7 @@ from typing import Literal
 from nano_inference.models.spec.experts import MoeSpec
 from nano_inference.models.spec.latents import LatentSpec
 from nano_inference.models.spec.layers import LayerSpec
+from nano_inference.models.spec.mtp import MtpSpec
 from nano_inference.models.spec.quantisation import Quantisation
 from nano_inference.models.spec.rope import RopeSpec
 from nano_inference.models.spec.states import StateSpec
@@ -65,6 +66,7 @@ class ModelSpec:
             embedding. 0: no such inputs.
         layer_vocab: Number of tokens that have such inputs.
         layer_scales: The output of each layer is multiplied by a number from the checkpoint.
+        mtp: Multi-token prediction layer, if it is loaded too. None: it is ignored.
     """
 
     architecture: str
@@ -113,6 +115,7 @@ class ModelSpec:
     layer_inputs: int = 0
     layer_vocab: int = 0
     layer_scales: bool = False
+    mtp: MtpSpec | None = None
 
     def layer(self, layer: int) -> LayerSpec:
         """Return the sizes of one layer."""
@@ -120,6 +123,12 @@ class ModelSpec:
             return self.kinds[layer]
         heads = self.num_kv_heads, self.head_dim
         return LayerSpec(*heads, False, layer, self.intermediate_size)
+
+    def ignores(self, name: str) -> bool:
+        """Return True if a checkpoint tensor of this name is not used."""
+        if self.mtp is not None and name.startswith(self.mtp.prefix):
+            return name.startswith(self.mtp.unread)
+        return name.startswith(self.unused)
 
     @property
     def gated(self) -> bool:
