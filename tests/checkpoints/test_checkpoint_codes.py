@@ -324,9 +324,7 @@ def test_engine_of_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_ranks_do_not_split_groups(tmp_path: Path) -> None:
     folder = write(tmp_path, "awq-128")
-    message = (
-        "128 columns of 'layers.0.o' are not divided at multiples of 128; use fewer ranks"
-    )
+    message = "128 columns of 'layers.0.o' are not divided at multiples of 128; use fewer ranks"
     with pytest.raises(ConfigError, match=f"'file' is not possible .*{message}"):
         engine_of(folder, backend="reference", tensor_parallel=2)
 
