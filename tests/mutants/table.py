@@ -337,9 +337,30 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "cpu_step_of_the_first_columns",
         "src/nano_inference/ops/cpu/kernels/quantised.cpp",
-        old="const char* record = at_ + g / EACH * RECORD;",
-        new="const char* record = at_;",
-        seen_by="tests/ops/test_quantised.py -k 'steps_hold and cpu'",
+        old="reinterpret_cast<const uint16_t*>(at_ + t * RECORD)",
+        new="reinterpret_cast<const uint16_t*>(at_)",
+        seen_by="tests/ops/test_quantised.py -k 'steps_of_files and cpu'",
+    ),
+    Fault(
+        "cpu_input_scaled_by_groups_in_steps",
+        "src/nano_inference/ops/cpu/kernels/quantised.cpp",
+        old="    const Groups groups(weight, weight.input_group());",
+        new="    const Groups groups(weight, weight.group);",
+        seen_by="tests/ops/test_quantised.py -k 'steps_of_files and cpu'",
+    ),
+    Fault(
+        "segments_within_a_step",
+        "src/nano_inference/ops/formats.py",
+        old="    unit, count = form.input_group or 4, len(segments) - 1",
+        new="    unit, count = form.group or 4, len(segments) - 1",
+        seen_by="tests/ops/test_quantised.py -k segments_of_equal_width",
+    ),
+    Fault(
+        "mtp_layer_joins_its_inputs_in_reverse",
+        "src/nano_inference/drafts/mtp.py",
+        old="        both = (hidden, embedded) if self.spec.hidden_first else (embedded, hidden)",
+        new="        both = (embedded, hidden) if self.spec.hidden_first else (hidden, embedded)",
+        seen_by="tests/drafts/test_mtp.py -k 'matches_its_formula and mimo and cpu'",
     ),
     Fault(
         "cpu_stack_ends_with_its_first_part",
