@@ -56,8 +56,8 @@ size_t scale_bytes(const Form& form, int64_t panels, int64_t groups) {
 
 template <class T>
 void round(const Form& form, Digest& all) {
-  const int64_t unit = form.group ? form.group : 4, panels = 2 * (1 + random_bits() % 4), rows = panels * LANES;
-  const int64_t columns = unit * 8 * (1 + random_bits() % 3) + (random_bits() % 2 ? random_bits() % unit : 0);
+  const int64_t unit = form.scales == STEPS ? STEP : form.group ? form.group : 4, panels = 2 * (1 + random_bits() % 4), rows = panels * LANES;
+  const int64_t columns = unit * (form.scales == STEPS ? 1 : 8) * (1 + random_bits() % 3) + (random_bits() % 2 ? random_bits() % unit : 0);
   Quantised w{form.bits, form.group, int64_t(form.scales), nullptr, nullptr, nullptr, {}, 0, nullptr};
   w.segments.count = random_bits() % 2 ? 8 : 1;
   for (int64_t s = 0; s <= w.segments.count; s++)
