@@ -189,7 +189,7 @@ REFUSED = [
     ({"backend": "cuda"}, "is not possible with backend='cuda'"),
     ({"attention": "triton"}, "is not possible with attention='triton'"),
     ({"tensor_parallel": 16}, "at most 8 ranks"),
-    ({"tensor_parallel": 2}, "64 columns of 'layers.0.o' are not divided at multiples of 32"),
+    ({"tensor_parallel": 2}, "96 columns of 'layers.0.down' are not divided at multiples of 32"),
 ]
 
 
