@@ -51,7 +51,7 @@ grpo-json: $(INSTALLED) ## ten minutes of GRPO whose answers are JSON under a gr
 grpo-lora: $(INSTALLED) ## the same with an adapter of rank 16 alone; curves in out/grpo-lora/
 	$(BIN)/python examples/grpo.py --lora 16 --learning-rate 1e-3 --out out/grpo-lora
 
-distill: $(INSTALLED) ## ten minutes of on-policy distillation of a damaged model; the curve in out/distill/
+distill: $(INSTALLED) ## on-policy distillation of a damaged model; the curve in out/distill/
 	$(BIN)/python examples/distill.py --out out/distill
 
 same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches, threads: the same checkpoint

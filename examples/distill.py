@@ -1,5 +1,5 @@
-"""On-policy distillation: in ten minutes on two cores a damaged copy of SmolLM2-135M learns to write
-more like the original.
+"""On-policy distillation: a damaged copy of SmolLM2-135M learns to write more like the
+original.
 
 In each step the student continues some texts. Its engine returns the logprobs of its most probable
 tokens, the teacher's engine those of the same ids, and `PolicyModel` the student's again, with

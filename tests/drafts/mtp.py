@@ -71,6 +71,14 @@ def deepseek_shared(last: int) -> tuple[str, ...]:
 
 
 FULL = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+# what GLM-4.5 and DeepSeek-V3 share
+DEEPSEEK_LAYER = (
+    {"num_hidden_layers": 1, "first_k_dense_replace": 0},
+    "model.layers.3",
+    deepseek_names(3),
+    {"num_nextn_predict_layers": 1},
+    deepseek_shared(3),
+)
 FAMILIES = {
     "qwen3.5": Family(
         "Qwen3_5ForCausalLM", DELTA, FULL, "mtp.layers.0", QWEN_NAMES, norm_offset=1.0
@@ -96,21 +104,13 @@ FAMILIES = {
     "glm4-moe": Family(
         "Glm4MoeForCausalLM",
         GLM4_MOE | {"use_qk_norm": True, "attention_bias": True},
-        {"num_hidden_layers": 1, "first_k_dense_replace": 0},
-        "model.layers.3",
-        deepseek_names(3),
-        {"num_nextn_predict_layers": 1},
-        deepseek_shared(3),
+        *DEEPSEEK_LAYER,
         feeds_stream=True,
     ),
     "deepseek-v3": Family(
         "DeepseekV3ForCausalLM",
         LATENTS,
-        {"num_hidden_layers": 1, "first_k_dense_replace": 0},
-        "model.layers.3",
-        deepseek_names(3),
-        {"num_nextn_predict_layers": 1},
-        deepseek_shared(3),
+        *DEEPSEEK_LAYER,
         feeds_stream=True,
     ),
 }

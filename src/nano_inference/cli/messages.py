@@ -26,7 +26,7 @@ _HINTS = {
 }
 
 
-# Ends of typer's messages: ours.
+# Ends of typer's messages, and ours.
 _WORDS = {
     "is not a valid float.": "is not a number.",
     "is not a valid float range.": "is not a number.",

@@ -154,9 +154,10 @@ def parts_of(form: Format | Stack, rows: int) -> tuple[tuple[int, Format], ...]:
 def bounds_of(segments: tuple[int, ...] | None, columns: int, form: Format) -> tuple[int, ...]:
     """Return the bounds of a quantized weight's segments.
 
-    These are the requested ones if each begins at a multiple of the format's unit: the columns that
-    share an input's scale, or 4. Otherwise, segments of equal width are merged by twos, fours or
-    eights until they do, and other segments all together.
+    Each segment must begin at a multiple of the columns that share an input's scale, or of 4 if a
+    segment has one scale. If the requested ones do, they are returned. If not, segments of equal
+    width are merged by two, four or eight, whichever suffices first. Segments of other widths
+    become a single one.
     """
     if segments is None:
         return (0, columns)

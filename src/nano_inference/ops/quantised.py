@@ -11,7 +11,7 @@ row, adds up products of codes as integers, and multiplies by both scales:
 The last term applies to formats with a minimum, whose weights are code * scale - min.
 
 In a format with steps, scales and minima are whole numbers of a step that 256 columns share. The
-input then has one scale for these columns, and all within a step is a sum of integers:
+input then has one scale for these columns, and a step's products are added as integers:
 
     y[n] = sum over steps t, in rising order, of
            (sum over groups g of t of (x codes of g . w codes of g) * scale) * (x scale * step)
