@@ -6,12 +6,17 @@ import ray
 from nano_inference.checkpoints import require_shardable
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
-from nano_inference.server import ServerConfig, serve
+from nano_inference.server import Door, ServerConfig, serve
 from nano_ray.cluster import connect, rank_needs
 from nano_ray.fleet_client import RayFleetClient
 
 
-def serve_on_ray(engine: EngineConfig, config: ServerConfig, address: str | None = None) -> None:
+def serve_on_ray(
+    engine: EngineConfig,
+    config: ServerConfig,
+    address: str | None = None,
+    door: Door | None = None,
+) -> None:
     """Serve like `server.main.serve`, with `config.replicas` actors on nodes that Ray chooses. If a
     node dies and `config.restart_engine` is set, Ray chooses another one.
 
@@ -35,7 +40,7 @@ def serve_on_ray(engine: EngineConfig, config: ServerConfig, address: str | None
             prefill_replicas=config.prefill_replicas,
             share_prefixes=config.share_prefixes,
         )
-        serve(client, config)
+        serve(client, config, door)
     finally:
         if was_ours:
             ray.shutdown()

@@ -14,6 +14,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.remote.in_process import InProcessClient
 from nano_inference.server import main
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.door import Door
 from tests.cli.running import run
 
 Configs = list[tuple[EngineConfig, ServerConfig]]
@@ -23,8 +24,18 @@ Configs = list[tuple[EngineConfig, ServerConfig]]
 def started(monkeypatch: pytest.MonkeyPatch) -> Configs:
     """Return the configurations that `serve` would use."""
     seen: Configs = []
-    monkeypatch.setattr(main, "serve", lambda engine, config: seen.append((engine, config)))
+    monkeypatch.setattr(main, "serve", lambda engine, config, door: seen.append((engine, config)))
+    monkeypatch.setattr(command, "Door", NoDoor)  # tests run next to each other
     return seen
+
+
+class NoDoor:
+    """Stand-in of the door, without sockets."""
+
+    def __init__(self, config: ServerConfig) -> None: ...
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def test_serve_uses_defaults_without_options(started: Configs) -> None:
@@ -230,7 +241,8 @@ def test_data_types_have_short_names(started: Configs, spelling: str, dtype: str
     assert started[0][0].dtype == dtype
 
 
-def test_port_in_use_is_the_only_line(started: Configs) -> None:
+def test_port_in_use_is_the_only_line(started: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "Door", Door)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         result = run("serve", "smollm2-135m", "--port", str(port))

@@ -2,6 +2,8 @@
 
 import importlib.util
 import logging
+from collections.abc import Sequence
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +18,7 @@ from nano_inference.config import DEFAULT_ENTRIES, EngineConfig, with_plain_weig
 from nano_inference.core.budget import RL_ENTRIES
 from nano_inference.errors import ConfigError
 from nano_inference.server.config import KEYS, SERVER, ServerConfig
+from nano_inference.server.door import Door
 
 _NEEDED = ("fastapi", "msgspec", "prometheus_client", "pydantic", "uvicorn", "zmq")
 
@@ -91,12 +94,6 @@ def serve(
     nano-inference serve smollm2-135m gemma3-270m --max-loaded 1 --idle-unload 10m
     """
     require_packages(_NEEDED, "the server", models[0], "server")
-    from nano_inference.remote.log_lines import set_up_logs
-    from nano_inference.server.api.parsing import chat_format
-    from nano_inference.server.listening import require_free
-
-    # reject unknown names before anything starts
-    options.checked(chat_format, None, server["tool_format"], server["reasoning_format"])
     if engine["max_request_entries"] is None:
         engine["max_request_entries"] = RL_ENTRIES if server["rl"] else DEFAULT_ENTRIES
     server["api_keys"] += tuple(read_keys(api_key_file)) if api_key_file else ()
@@ -106,32 +103,46 @@ def serve(
     engines = [options.engine_config(model, engine) for model in models]
     if ray_address is not None and not on_ray:
         raise typer.BadParameter(f"--ray-address {ray_address} requires --ray.")
-    if config.uds is None:
-        require_free(config.host, config.port)
+    with closing(Door(config)) as door:  # before the server's modules are imported
+        _serve(engines, config, door, on_ray, ray_address)
+
+
+def _serve(
+    engines: Sequence[EngineConfig],
+    config: ServerConfig,
+    door: Door,
+    on_ray: bool,
+    ray_address: str | None,
+) -> None:
+    from nano_inference.remote.log_lines import set_up_logs
+    from nano_inference.server.api.parsing import chat_format
+
+    # reject unknown names before anything starts
+    options.checked(chat_format, None, config.tool_format, config.reasoning_format)
+    if on_ray and len(engines) > 1:
+        raise typer.BadParameter("--ray serves one model.")
     set_up_logs(config.log_level, config.log_format)
-    if on_ray:
-        if len(engines) > 1:
-            raise typer.BadParameter("--ray serves one model.")
-        engine_config = with_plain_weights(engines[0]) if config.rl else engines[0]
-        logging.getLogger("nano_inference.server").info("loading %s", models[0])
-        _serve_on_ray(engine_config, config, ray_address)
-        return
-    from nano_inference.server.main import serve as run
-    from nano_inference.server.main import sources_of
-
-    options.checked(sources_of, engines, config)  # rejects options that cannot be combined
     if len(engines) == 1:
-        logging.getLogger("nano_inference.server").info("loading %s", models[0])
-    run(engines[0] if len(engines) == 1 else engines, config)
+        logging.getLogger("nano_inference.server").info("loading %s", engines[0].model_path)
+    if on_ray:
+        engine = with_plain_weights(engines[0]) if config.rl else engines[0]
+        _serve_on_ray(engine, config, ray_address, door)
+        return
+    from nano_inference.server import main
+
+    options.checked(main.sources_of, engines, config)  # rejects options that cannot be combined
+    main.serve(engines[0] if len(engines) == 1 else engines, config, door)
 
 
-def _serve_on_ray(engine: EngineConfig, config: ServerConfig, address: str | None) -> None:
+def _serve_on_ray(
+    engine: EngineConfig, config: ServerConfig, address: str | None, door: Door
+) -> None:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "--ray requires Ray, not installed here; run: pip install 'nano-inference[ray]'"
         )
     # a package above this one
-    import_module("nano_ray.serving").serve_on_ray(engine, config, address)
+    import_module("nano_ray.serving").serve_on_ray(engine, config, address, door)
 
 
 def _one_key(key: str | None, file: Path | None) -> str | None:

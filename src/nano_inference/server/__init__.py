@@ -12,10 +12,12 @@ from nano_inference.system.lazy import lazy
 if TYPE_CHECKING:
     from nano_inference.server.config import ServerConfig as ServerConfig
     from nano_inference.server.config import is_loopback as is_loopback
+    from nano_inference.server.door import Door as Door
     from nano_inference.server.main import running_app as running_app
     from nano_inference.server.main import serve as serve
 
 _MODULES = {
+    "Door": "door",
     "ServerConfig": "config",
     "is_loopback": "config",
     "running_app": "main",

@@ -35,6 +35,7 @@ from nano_inference.server.api.openai import responses_answer as openai_response
 from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.app import Routes, build_app
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.door import Door
 from nano_inference.server.hosted import ModelSource
 from nano_inference.server.model_routes import model_routes
 from nano_inference.server.ollama_routes import ollama_routes
@@ -101,20 +102,22 @@ RL_ROUTES: Sequence[Routes] = (
 Engines = EngineConfig | Sequence[EngineConfig] | EngineClient
 
 
-def serve(engine: Engines, config: ServerConfig) -> None:
+def serve(engine: Engines, config: ServerConfig, door: Door | None = None) -> None:
     """Serve until SIGTERM or Ctrl-C, then wait for running requests. Sets up logging.
 
     Args:
         engine: Engine to build, several that are loaded on demand, or a client that is not started
             yet.
         config: Configuration of the server.
+        door: Sockets that listen already. None: the server listens once its modules are imported.
 
     Raises:
         NanoInferenceError: The engine could not be built, or it died (`EngineDead`).
     """
     set_up_logs(config.log_level, config.log_format)
     server = Server(config, sources_of(engine, config))
-    _runner(server).run()
+    runner = _runner(server)
+    runner.run((door.hand_over() if door is not None else None) or None)
     raise_if_lost(server)
 
 

@@ -22,11 +22,12 @@ from starlette.types import ASGIApp
 
 from nano_inference.errors import ConfigError
 from nano_inference.server.config import ServerConfig, is_loopback
+from nano_inference.server.door import why_not
 from nano_inference.server.http.connection import connection_class
-from nano_inference.server.listening import held_back, why_not
 from nano_inference.server.server import Server
 
 log = logging.getLogger("nano_inference.server")
+_uvicorn = logging.getLogger("uvicorn.error")
 
 _OTHERS = 256  # file descriptors in addition to connections
 
@@ -88,6 +89,32 @@ def _is_heard(path: str) -> bool:
         return True
 
 
+class _Kept(logging.Filter):
+    """Filter that keeps the error uvicorn logs when it cannot listen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problem: OSError | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return True if the record should be logged."""
+        if isinstance(record.msg, OSError):
+            self.problem = record.msg
+            return False
+        return True
+
+
+@contextmanager
+def _held_back() -> Iterator[_Kept]:
+    """Keep uvicorn's own error line instead of logging it, while uvicorn starts to listen."""
+    kept = _Kept()
+    _uvicorn.addFilter(kept)
+    try:
+        yield kept
+    finally:
+        _uvicorn.removeFilter(kept)
+
+
 # seconds that an idle connection is kept: longer than clients and proxies keep theirs
 KEEP_ALIVE = 75
 _GRACE = 3.0  # seconds after `drain_timeout` to send last replies
@@ -137,7 +164,7 @@ class Runner(uvicorn.Server):
         """Start to listen, while the engine is still being built."""
         config = self._server.config
         raise_file_limit(config.max_connections)
-        with held_back() as kept:
+        with _held_back() as kept:
             try:
                 with socket_for_its_user(config.uds):
                     await super().startup(sockets)

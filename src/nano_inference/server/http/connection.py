@@ -21,8 +21,8 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from nano_inference.server.door import HEALTH
 from nano_inference.server.errors import ApiError, bad_request, retry_after
-from nano_inference.server.http.layers import HEALTH
 from nano_inference.server.http.replies import request_id_of
 from nano_inference.server.paths import error_body
 

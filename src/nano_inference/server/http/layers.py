@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.server import paths
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.door import HEALTH
 from nano_inference.server.errors import NO_RETRY, ApiError, api_error_of
 from nano_inference.server.http.replies import (
     RequestRecord,
@@ -40,8 +41,6 @@ class Level(Enum):
     ADMIN = "admin"
 
 
-# Monitoring uses these, also before the server is ready and when it is overloaded.
-HEALTH = frozenset(("/health", "/ping"))
 # All other paths, even unknown ones, are `KEY`.
 LEVELS: dict[str, Level] = dict.fromkeys(HEALTH | paths.PAGE, Level.OPEN)
 LEVELS |= dict.fromkeys(("/flush_cache", "/models/load", "/models/unload"), Level.ADMIN)
