@@ -103,6 +103,14 @@ Tile<T> with_values(Tile<T> tile, const Walk<T>& walk) {
   return tile;
 }
 
+template <class T>
+void copy_line(T* to, const T* from, int64_t head_dim) {
+  memcpy(to, from, size_t(head_dim) * sizeof(T));
+}
+[[maybe_unused]] void copy_line(float* to, const bf16* from, int64_t head_dim) {
+  for (int64_t d = 0; d < head_dim; d += LANES) vstore(to + d, vwiden(from + d));
+}
+
 // Call use(row, first line) for each row of a task.
 template <class F>
 void each_row(const Plan& plan, const Plan::Task& task, F use) {
@@ -160,17 +168,17 @@ Walk<T> begin(const Plan& plan, const Plan::Item& item, const T* q, int64_t ldq,
   walk.head_dim = head_dim, walk.state_size = state_size;
   int64_t q_stride = walk.q_stride(), queries = plan.most_lines() * q_stride;
   unsigned char* memory = scratch.reserve(size_t(2 * (states + plan.most_lines()) + scales) * sizeof(float) +
-                                          size_t(queries + tile) * sizeof(T));
+                                          size_t(queries) * sizeof(Left<T>) + size_t(tile) * sizeof(T));
   walk.scale = shape.cap ? shape.scale / shape.cap : shape.scale * LOG2E, walk.cap = shape.cap * LOG2E;
   walk.totals = reinterpret_cast<float*>(memory), walk.states = walk.totals + states;
-  walk.q = reinterpret_cast<T*>(walk.states + states), walk.gathered = walk.q + queries;
+  walk.q = reinterpret_cast<Left<T>*>(walk.states + states), walk.gathered = reinterpret_cast<T*>(walk.q + queries);
   walk.scales = reinterpret_cast<float*>(walk.gathered + tile);
   walk.positions = reinterpret_cast<int32_t*>(walk.scales + scales), walk.begins = walk.positions + plan.most_lines();
   if (own_states) walk.states = own_states;
   each_row(plan, task, [&](int64_t row, int64_t line) {
     const T* from = q + row * ldq + item.head * group * head_dim;
     for (int64_t i = 0; i < group; i++, from += head_dim) {
-      memcpy(walk.q + (line + i) * q_stride, from, size_t(head_dim) * sizeof(T));
+      copy_line(walk.q + (line + i) * q_stride, from, head_dim);
       walk.positions[line + i] = int32_t(plan.batch().positions[row]);
       walk.begins[line + i] = int32_t(plan.first_key(row));
     }

@@ -31,7 +31,11 @@ constexpr float MASKED = -1e30f;
 template <class T>
 constexpr int MOST_LINES = BY_TILES<T> ? 2 : 6;
 constexpr int MOST_VECS = 4;
-#elif defined(NANO_AVX2) || defined(NANO_NEON)  // NEON: the halves of pairs take as many registers as two lines' sums
+#elif defined(NANO_AVX2)
+template <class T>
+constexpr int MOST_LINES = BY_TILES<T> ? 2 : 4;
+constexpr int MOST_VECS = 1;
+#elif defined(NANO_NEON)  // the halves of pairs take as many registers as two lines' sums
 template <class T>
 constexpr int MOST_LINES = BY_TILES<T> ? 2 : 3;
 constexpr int MOST_VECS = 1;
@@ -41,6 +45,15 @@ constexpr int MOST_LINES = 2;
 constexpr int MOST_VECS = 1;
 #endif
 static_assert(GROUPS % MOST_VECS == 0);
+// Type of queries and of values' weights. AVX2 repeats floats only, so bfloat16 is widened once instead of at each use.
+#if defined(NANO_AVX2) && !defined(NANO_TILES)
+#define NANO_LEFT_FLOATS
+template <class T>
+using Left = float;
+#else
+template <class T>
+using Left = T;
+#endif
 #if defined(NANO_AMX)
 template <>
 constexpr int MOST_LINES<bf16> = 16;  // rows of an AMX tile
@@ -76,6 +89,30 @@ NANO_INLINE void multiply(Vec (&acc)[R][C], const T* a, const T* const (&b)[C], 
     }
   }
 }
+
+#if defined(NANO_LEFT_FLOATS)
+// Multiply widened numbers: the second of a pair before the first, as in `vdot`.
+template <int LDA, int R, int C>
+NANO_INLINE void multiply(Vec (&acc)[R][C], const float* a, const bf16* const (&b)[C], int64_t ldb, int64_t num_steps,
+                          const bf16* const (&ahead)[C]) {
+  for (int64_t k = 0; k < num_steps; k++) {
+    Vec firsts[C], seconds[C];
+    for (int j = 0; j < C; j++) {
+      const IVec pairs = iload(b[j] + k * ldb);
+      firsts[j] = vbits(ishl<16>(pairs)), seconds[j] = vbits(iand(pairs, iset(0xffff0000)));
+      fetch2(ahead[j] + k * ldb);
+    }
+    for (int i = 0; i < R; i++) {
+      const Vec one = vset(a[i * LDA + 2 * k + 1]);
+      for (int j = 0; j < C; j++) acc[i][j] = vfma(one, seconds[j], acc[i][j]);
+    }
+    for (int i = 0; i < R; i++) {
+      const Vec one = vset(a[i * LDA + 2 * k]);
+      for (int j = 0; j < C; j++) acc[i][j] = vfma(one, firsts[j], acc[i][j]);
+    }
+  }
+}
+#endif
 
 #if defined(NANO_TILES)
 // Multiply in chunks, under the law of tiles.
@@ -123,7 +160,7 @@ template <class T>
 struct Walk {
   int64_t head_dim, state_size;
   float scale, cap;    // scores in base 2: scale * s, or cap * tanh(scale * s)
-  T* q;                // [lines][q_stride()]
+  Left<T>* q;          // [lines][q_stride()]
   float *states, *totals;  // [lines][state_size]: of the current segment, and of the segments before it
   int32_t *begins, *positions;  // [lines] first and last key that a line sees
   T* gathered;         // memory for a tile: packed from plain rows, widened from codes, or values made from keys
@@ -146,7 +183,7 @@ NANO_INLINE Sight sight(const Walk<T>& walk, int64_t line, int32_t start) {
 // Weights of values for the lines of a register tile, computed from their scores.
 template <class T, int R>
 struct Weights {
-  alignas(64) T p[R][KEY_TILE];
+  alignas(64) Left<T> p[R][KEY_TILE];
   alignas(64) float rescale[LANES] = {};  // per line, the factor of its earlier sums
   Sight sights[R];
 };
@@ -161,6 +198,16 @@ NANO_INLINE float mask(Vec (&s)[GROUPS], Vec scale, float cap, Sight sight) {
     for (int j = 0; j < GROUPS; j++) s[j] = vselect(Mask(visible >> (j * LANES)) & 0xffff, s[j], vset(MASKED));
   }
   return vhighest(vmax(vmax(s[0], s[1]), vmax(s[2], s[3])));
+}
+
+// Store the weights of a line, rounded to T.
+template <class T>
+NANO_INLINE void keep(Left<T>* p, const Vec (&s)[GROUPS]) {
+#if defined(NANO_LEFT_FLOATS)
+  for (int j = 0; j < GROUPS; j++) vstore(p + j * LANES, sizeof(T) == sizeof(bf16) ? vrounded(s[j]) : s[j]);
+#else
+  store_two(p, s[0], s[1]), store_two(p + 2 * LANES, s[2], s[3]);
+#endif
 }
 
 // Turn scores q * k of `num_lines` lines into weights of values, and update the lines' states.
@@ -179,15 +226,15 @@ NANO_INLINE void soften(const Walk<T>& walk, int64_t line, int num_lines, int32_
     weights.rescale[i] = before - highest[i];
     state.seen() = 1;
   }
-  vstore(weights.rescale, vexp2(vload(weights.rescale)));
+  vstore(weights.rescale, vexp2_low(vload(weights.rescale)));
   for (int i = 0; i < num_lines; i++) {
     float* total = walk.state(line + i).total();
-    for (int j = 0; j < GROUPS; j++) s[i][j] = vexp2(vsub(s[i][j], vset(highest[i])));
+    for (int j = 0; j < GROUPS; j++) s[i][j] = vexp2_low(vsub(s[i][j], vset(highest[i])));
     Vec sum = vadd(vadd(s[i][0], s[i][1]), vadd(s[i][2], s[i][3]));
     vstore(total, vfma(vload(total), vset(weights.rescale[i]), sum));
     if (tile.value_scales)
       for (int j = 0; j < GROUPS; j++) s[i][j] = vmul(s[i][j], vload(tile.value_scales + j * LANES));
-    store_two(weights.p[i], s[i][0], s[i][1]), store_two(weights.p[i] + 2 * LANES, s[i][2], s[i][3]);
+    keep<T>(weights.p[i], s[i]);
   }
 }
 
@@ -270,13 +317,20 @@ NANO_INLINE Vec add_edge(Vec acc, const bf16* p, const bf16* values, [[maybe_unu
   return vdot(acc, iand(bdup(p), halves), iand(bload(values), halves));
 #endif
 }
+#if defined(NANO_LEFT_FLOATS)
+NANO_INLINE Vec add_edge(Vec acc, const float* p, const bf16* values, int64_t, int begin, int end) {
+  const IVec pairs = iload(values);
+  acc = vfma(vset(end == 2 ? p[1] : 0), end == 2 ? vbits(iand(pairs, iset(0xffff0000))) : vset(0), acc);
+  return vfma(vset(begin == 0 ? p[0] : 0), begin == 0 ? vbits(ishl<16>(pairs)) : vset(0), acc);
+}
+#endif
 NANO_INLINE Vec add_edge(Vec acc, const float* p, const float* values, int64_t, int, int) {
   return vfma(vset(*p), vload(values), acc);
 }
 
 // Weigh keys [begin, end) for one line.
 template <class T>
-void weigh_edge(const Walk<T>& walk, int64_t line, const Tile<T>& tile, const T* p, int begin, int end) {
+void weigh_edge(const Walk<T>& walk, int64_t line, const Tile<T>& tile, const Left<T>* p, int begin, int end) {
   constexpr int unit = UNIT<T>;
   float* out = walk.state(line).out();
   for (int64_t d = 0; d < walk.head_dim && begin < end; d += LANES) {

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <memory>
@@ -35,7 +36,6 @@ class Pool {
  public:
   void run(int size, Work work, void* context) {
     std::lock_guard<std::mutex> one_at_a_time(running_);
-    arrived_.store(0, std::memory_order_relaxed);
     left_.store(size - 1, std::memory_order_relaxed);
     while (int(threads_.size()) < size - 1) {
       int index = int(threads_.size()) + 1;
@@ -79,7 +79,7 @@ class Pool {
 
   void perform(int index, int size, Work work, void* context) {
     FlushDenormals mode;
-    Team team(index, size, arrived_, round_);
+    Team team(index, size, barrier_);
     work(team, context);
   }
 
@@ -88,8 +88,7 @@ class Pool {
   std::vector<std::thread> threads_;  // live as long as the process
   alignas(64) std::atomic<int> job_{0};
   alignas(64) std::atomic<int> left_{0};
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int> round_{0};
+  Barrier barrier_;
   std::atomic<int> sleeping_{0};
   int size_ = 0;
   Work work_ = nullptr;
@@ -98,11 +97,17 @@ class Pool {
 
 }  // namespace
 
-void Team::wait() {
-  if (size == 1) return;
-  int round = round_.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-    arrived_.store(0, std::memory_order_relaxed);
+// Count one more of `size`. Return true for the last, which starts the count of the next round.
+bool Barrier::Count::is_last(int size) {
+  if (arrived.fetch_add(1, std::memory_order_acq_rel) != size - 1) return false;
+  arrived.store(0, std::memory_order_relaxed);
+  return true;
+}
+
+void Barrier::wait(int thread, int size) {
+  const int group = std::max(GROUP, (size + MOST_GROUPS - 1) / MOST_GROUPS), number = thread / group;
+  const int round = round_.load(std::memory_order_acquire), num_groups = (size + group - 1) / group;
+  if (groups_[number].is_last(std::min(group, size - number * group)) && (num_groups == 1 || all_.is_last(num_groups))) {
     round_.store(round + 1, std::memory_order_release);
     return;
   }

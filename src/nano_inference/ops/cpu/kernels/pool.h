@@ -4,15 +4,32 @@
 
 namespace nano {
 
+// Where the threads of a team wait for each other. They count in groups of eight, each in a cache line of its own, and
+// the last of a group counts for the group: a single line would pass through the cores of all threads, one by one.
+class Barrier {
+ public:
+  void wait(int thread, int size);
+
+ private:
+  static constexpr int GROUP = 8, MOST_GROUPS = 64;
+  struct alignas(64) Count {
+    std::atomic<int> arrived{0};
+    bool is_last(int size);
+  };
+  Count groups_[MOST_GROUPS], all_;
+  alignas(64) std::atomic<int> round_{0};
+};
+
 // One of the threads that run a piece of work together.
 class Team {
  public:
-  Team(int thread, int size, std::atomic<int>& arrived, std::atomic<int>& round)
-      : thread(thread), size(size), arrived_(arrived), round_(round) {}
+  Team(int thread, int size, Barrier& barrier) : thread(thread), size(size), barrier_(barrier) {}
   const int thread, size;
 
   // Wait until all threads of the team have arrived. Their earlier writes are visible afterwards.
-  void wait();
+  void wait() {
+    if (size > 1) barrier_.wait(thread, size);
+  }
 
   // This thread's share of n things: [begin(n), end(n)).
   template <class T>
@@ -21,7 +38,7 @@ class Team {
   T end(T n) const { return n * (thread + 1) / size; }
 
  private:
-  std::atomic<int>&arrived_, &round_;
+  Barrier& barrier_;
 };
 
 using Work = void (*)(Team& team, void* context);

@@ -88,15 +88,28 @@ class FlushDenormals {
 };
 
 // The coefficients are the minimax polynomial of 2^x on [-1/2, 1/2]; relative error below 2^-28 before rounding.
-inline Vec vexp2(Vec x) {
-  Vec whole = vround(x), part = vsub(x, whole), p = vset(1.535336189e-4f);
+inline Vec exp2_of_part(Vec part) {
+  Vec p = vset(1.535336189e-4f);
   p = vfma(p, part, vset(1.339887442e-3f));
   p = vfma(p, part, vset(9.618437358e-3f));
   p = vfma(p, part, vset(5.550332471e-2f));
   p = vfma(p, part, vset(2.402264791e-1f));
   p = vfma(p, part, vset(6.931472029e-1f));
-  p = vfma(p, part, vset(1.0f));
-  return vscale(p, whole);
+  return vfma(p, part, vset(1.0f));
+}
+inline Vec vexp2(Vec x) {
+  Vec whole = vround(x);
+  return vscale(exp2_of_part(vsub(x, whole)), whole);
+}
+// The bits of vexp2 for x of at most 0 while denormal numbers are flushed: one factor, which is 0 below 2^-126.
+inline Vec vexp2_low(Vec x) {
+#if defined(NANO_AVX512)
+  return vexp2(x);  // scales by one instruction
+#else
+  Vec whole = vround(x);
+  IVec exponent = iadd(ito_int(vmax(vset(-127.f), whole)), iset(127));
+  return vmul(exp2_of_part(vsub(x, whole)), vbits(ishl<23>(exponent)));
+#endif
 }
 constexpr float LOG2E = 1.44269504f;
 

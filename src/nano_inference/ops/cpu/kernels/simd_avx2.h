@@ -123,6 +123,11 @@ inline Vec vwiden(const bf16* p) {
   auto q = reinterpret_cast<const __m128i*>(p);
   return vbits(ishl<16>(IVec{_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))}));
 }
+// The nearest bfloat16 of each lane, for numbers that are not denormal. A NaN's low bits must be 0.
+inline Vec vrounded(Vec v) {
+  const IVec bits = ibits(v);
+  return vbits(iand(iadd(bits, iadd(iset(0x7fff), iand(ishr<16>(bits), iset(1)))), iset(0xffff0000)));
+}
 inline __m256i narrow16(Vec v) {
   IVec bits = ibits(v), top = ishr<16>(bits);
   IVec rounded = ishr<16>(iadd(bits, iadd(iset(0x7fff), iand(top, iset(1)))));
