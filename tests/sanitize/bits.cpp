@@ -467,8 +467,9 @@ void experts() {
       std::vector<float> weights(ids.size()), products(ids.size() * size_t(hidden)), out(size_t(n * hidden));
       nano_moe_route(x.data(), n, hidden, router.data(), count, sizeof(T) == 2, &routing, ids.data(), weights.data(), 2);
       routed.add(ids), routed.add(weights);
-      require(nano_moe_products(spoiled.data(), n, of.data(), ids.data(), n * k, count, hidden, inner, gate_up.data(), up_bias.data(), down.data(),
-                                down_bias.data(), nullptr, nullptr, sizeof(T) == 2, activation, products.data(), 2));
+      const ExpertWeights own{gate_up.data(), up_bias.data(), down.data(), down_bias.data(), nullptr, nullptr, hidden, inner};
+      require(nano_moe_products(spoiled.data(), n, of.data(), ids.data(), n * k, count, &own, sizeof(T) == 2, activation,
+                                products.data(), 2));
       multiplied.add(products);
       nano_moe_combine(products.data(), weights.data(), n, k, hidden, out.data(), 2);
       combined.add(out);

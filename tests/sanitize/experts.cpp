@@ -45,16 +45,23 @@ void round(Digest& all) {
   const auto logits = rows_of<float>(1, experts);
   const Routing routing{experts, k, 0, random_bits() % 2, 1, 1, 1, 0, nullptr, logits.data(), 1.f, 0.f};
 
+  const ExpertWeights own{gate_up.data(), up_bias.data(), down.data(), down_bias.data(), nullptr, nullptr, hidden, inner};
+
   auto run = [&](const std::vector<T>& some, int64_t count, int64_t threads) {
     std::vector<int64_t> ids(size_t(count * k)), of(ids.size());
     std::vector<float> weights(ids.size()), products(ids.size() * size_t(hidden)), out(size_t(count * hidden));
     nano_moe_route(some.data(), count, hidden, router.data(), experts, sizeof(T) == 2, &routing, ids.data(),
                    weights.data(), threads);
     for (size_t i = 0; i < of.size(); i++) of[i] = int64_t(i) / k;
-    if (nano_moe_products(some.data(), count, of.data(), ids.data(), count * k, experts, hidden, inner, gate_up.data(),
-                          up_bias.data(), down.data(), down_bias.data(), nullptr, nullptr, sizeof(T) == 2, activation, products.data(), threads))
+    if (nano_moe_products(some.data(), count, of.data(), ids.data(), count * k, experts, &own, sizeof(T) == 2, activation,
+                          products.data(), threads))
       std::printf("experts: refused\n"), std::exit(1);
     nano_moe_combine(products.data(), weights.data(), count, k, hidden, out.data(), threads);
+    const MoeLayer layer{routing, own, own, router.data(), experts, nullptr, sizeof(T) == 2, activation};
+    std::vector<int64_t> chosen(ids.size());
+    std::vector<float> at_once(out.size());
+    nano_moe_layer(&layer, some.data(), some.data(), count, chosen.data(), at_once.data(), threads);
+    if (chosen != ids || at_once != out) std::printf("experts: other bits in one call\n"), std::exit(1);
     return out;
   };
   const auto whole = run(x, n, 1);

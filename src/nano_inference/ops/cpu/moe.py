@@ -10,7 +10,7 @@ from nano_inference.ops.cpu.weights import LANES
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 
 ROW_BLOCK = 512
-ROUTING = struct("Routing")
+ROUTING, EXPERTS, LAYER = struct("Routing"), struct("ExpertWeights"), struct("MoeLayer")
 PROBLEMS = {1: "a row does not exist.", 2: "an expert does not exist."}
 
 
@@ -32,7 +32,15 @@ class CpuMoe:
     ) -> Tensor:
         """Compute a layer of experts as `Ops.moe` defines it."""
         routed = None if routed is None else routed.contiguous()
-        return mixture(self.steps, x.contiguous(), experts, exchange, ROW_BLOCK, note, routed)
+        if exchange is not None:
+            return mixture(self.steps, x.contiguous(), experts, exchange, ROW_BLOCK, note, routed)
+        out = namespace(x).empty((len(x), x.shape[1]))
+        self.layer(experts)(x.contiguous(), out, note, routed)
+        return out
+
+    def layer(self, experts: Experts) -> "CpuMoeLayer":
+        """Return a layer of experts, all of them in this process, that one call computes."""
+        return CpuMoeLayer(self._c, experts, self.num_threads)
 
     def route(self, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         router, routing = experts.router, experts.routing
@@ -57,24 +65,19 @@ class CpuMoe:
 
     def products(self, x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
         """Implement `MoeSteps.products` in float32."""
-        gate_up, down = experts.gate_up, experts.down
-        hidden, inner = gate_up.columns, down.columns
-        require_sizes(hidden, inner)
-        _require_rows(x, hidden, gate_up.dtype)
-        if gate_up.rows != experts.num_held * 2 * inner or down.dtype != gate_up.dtype:
+        weights = _weights(experts)
+        _require_rows(x, weights.hidden, experts.gate_up.dtype)
+        if experts.gate_up.rows != experts.num_held * 2 * weights.inner:
             raise ValueError(
-                f"weights {tuple(gate_up.shape)} {gate_up.dtype} and {tuple(down.shape)} "
-                f"{down.dtype} do not belong to the same experts."
+                f"weights {tuple(experts.gate_up.shape)} and {tuple(experts.down.shape)} do not "
+                "belong to the same experts."
             )
         if any(
             not has_dtype(each, "int64") or not each.is_contiguous() or each.shape != rows.shape
             for each in (rows, held)
         ):
             raise ValueError("rows and experts must be contiguous int64 tensors of the same size.")
-        _, gate_up_bias, down_bias = experts.biases or (None, None, None)
-        _require_bias(gate_up_bias, gate_up)
-        _require_bias(down_bias, down)
-        out = namespace(x).empty((len(rows), hidden))
+        out = namespace(x).empty((len(rows), weights.hidden))
         problem = self._c.nano_moe_products(
             x.data_ptr(),
             len(x),
@@ -82,14 +85,7 @@ class CpuMoe:
             held.data_ptr(),
             len(rows),
             experts.num_held,
-            hidden,
-            inner,
-            gate_up.data_ptr(),
-            None if gate_up_bias is None else gate_up_bias.data_ptr(),
-            down.data_ptr(),
-            None if down_bias is None else down_bias.data_ptr(),
-            gate_up.codes,
-            down.codes,
+            ctypes.addressof(weights),
             has_dtype(x, "bfloat16"),
             GATES[experts.activation],
             out.data_ptr(),
@@ -114,6 +110,87 @@ class CpuMoe:
             self.num_threads,
         )
         return out
+
+
+class CpuMoeLayer:
+    """Routing, products and sums of a layer of experts in one call.
+
+    The addresses of its weights are those at construction.
+    """
+
+    def __init__(self, kernels: ctypes.CDLL, experts: Experts, num_threads: int) -> None:
+        router, shared = experts.router, experts.shared
+        own = _weights(experts)
+        lone = own
+        if shared is not None:
+            lone = _weights(experts._replace(gate_up=shared.gate_up, down=shared.down, biases=None))
+        if experts.num_held != experts.num_experts:
+            raise ValueError(
+                f"{experts.num_held} of {experts.num_experts} experts are in this process."
+            )
+        self._router = router.columns, router.dtype
+        self._per_token = experts.routing.per_token
+        self._experts = experts  # keeps the memory behind the addresses
+        self._layer = LAYER(
+            routing=_routing(experts),
+            experts=own,
+            shared_expert=lone,
+            router=router.data_ptr(),
+            router_rows=router.rows,
+            scales=None if experts.scales is None else experts.scales.data_ptr(),
+            is_bf16=has_dtype(experts.gate_up, "bfloat16"),
+            activation=GATES[experts.activation],
+        )
+        self._run, self._num_threads = kernels.nano_moe_layer, num_threads
+
+    def __call__(
+        self, x: Tensor, out: Tensor, note: Note | None = None, routed: Tensor | None = None
+    ) -> None:
+        """Compute x [N, H] -> out, contiguous float32 [N, H]. Other arguments as in `Ops.moe`."""
+        read = x if routed is None else routed
+        _require_rows(x, *self._router)
+        if routed is not None:
+            _require_rows(routed, *self._router)
+        ids = None
+        if note is not None:
+            xp = namespace(x)
+            ids = xp.empty((len(x), self._per_token), dtype=xp.int64)
+        self._run(
+            ctypes.addressof(self._layer),
+            x.data_ptr(),
+            read.data_ptr(),
+            len(x),
+            None if ids is None else ids.data_ptr(),
+            out.data_ptr(),
+            self._num_threads,
+        )
+        if note is not None and ids is not None:
+            note(ids)
+
+
+def _weights(experts: Experts) -> Any:
+    """Return the structure of the weights that kernels/moe.cpp reads. It is valid as long as the
+    experts live. Raise `ValueError` for weights that do not fit each other.
+    """
+    gate_up, down = experts.gate_up, experts.down
+    require_sizes(gate_up.columns, down.columns)
+    if down.dtype != gate_up.dtype:
+        raise ValueError(
+            f"gate and up are {gate_up.dtype}, but down is {down.dtype}; use one dtype."
+        )
+    _, gate_up_bias, down_bias = experts.biases or (None, None, None)
+    _require_bias(gate_up_bias, gate_up)
+    _require_bias(down_bias, down)
+    return EXPERTS(
+        gate_up=gate_up.data_ptr(),
+        gate_up_bias=None if gate_up_bias is None else gate_up_bias.data_ptr(),
+        down=down.data_ptr(),
+        down_bias=None if down_bias is None else down_bias.data_ptr(),
+        gate_up_codes=gate_up.codes,
+        down_codes=down.codes,
+        hidden=gate_up.columns,
+        inner=down.columns,
+    )
 
 
 def _routing(experts: Experts) -> Any:

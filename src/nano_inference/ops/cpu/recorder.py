@@ -14,6 +14,7 @@ from typing import Any, Concatenate, cast
 
 from nano_inference.arrays import Dtype, Tensor, dtype_for, has_dtype, namespace
 from nano_inference.ops.cpu.latent import LatentWeight
+from nano_inference.ops.cpu.moe import CpuMoe
 from nano_inference.ops.cpu.operations import (
     ADD,
     ATTENTION,
@@ -40,7 +41,6 @@ from nano_inference.ops.interface import (
     Joint,
     KvcacheView,
     LatentOps,
-    Moe,
     Norm,
     RopeArgs,
     Weight,
@@ -65,7 +65,7 @@ class Recorder:
     def __init__(
         self,
         dtype: Dtype,
-        moe: Moe[Tensor] | None = None,
+        moe: CpuMoe | None = None,
         states: CpuStates | None = None,
     ) -> None:
         self.dtype = dtype
@@ -366,11 +366,15 @@ class Recorder:
         moe = self._moe
         if moe is None:
             raise ValueError("this program was recorded without an operation on experts.")
+        layer = None if exchange is not None else moe.layer(experts)
 
         def compute(
             _batch: Any, out: Tensor, rows: Tensor, router_rows: Tensor | None = None
         ) -> None:
-            out.copy_(moe(rows, experts, exchange, note, router_rows))
+            if layer is not None:
+                layer(rows, out, note, router_rows)
+            else:
+                out.copy_(moe(rows, experts, exchange, note, router_rows))
 
         inputs = (x,) if routed is None else (x, routed)
         return self.call(None, compute, inputs, x.columns, self.float32)

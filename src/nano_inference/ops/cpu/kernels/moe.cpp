@@ -1,4 +1,5 @@
-// Layers of experts: the selection of a row's experts, their products, and the sum over a row's experts.
+// Layers of experts: the selection of a row's experts, their products, and the sum over a row's experts. One call runs
+// all three if all experts are in memory.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -14,9 +15,12 @@ namespace {
 
 enum Problem { NONE = 0, BAD_ROW = 1, BAD_EXPERT = 2 };
 
+constexpr int64_t ROW_BLOCK = 512;      // rows of a layer whose products are in memory together
 constexpr int64_t ROW_CHUNK = 64;       // rows of an expert that a thread takes at a time
 constexpr int64_t PANELS_OF_GATE = 12;  // and panels of its outputs
 constexpr int64_t PANELS_OF_DOWN = 24;
+constexpr int64_t FEW_ROWS = 4;         // of an expert: its weights are read once, so that items may be large,
+constexpr int64_t ITEMS_OF_A_THREAD = 8;  // as long as each thread has some
 
 int64_t up_to_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
@@ -92,26 +96,29 @@ void choose(const float* z, const Routing& r, Choice& c, int64_t* ids, float* we
   if (r.shared) weights[r.per_token] = r.shared == 2 ? vfirst(vsigmoid(vset(z[r.num_experts]))) : 1.f;
 }
 
+// Compute the router's logits of some rows and panels, and leave out[i] of row i.
 template <class T>
-void route(const T* x, int64_t num_rows, Matrix<T> router, const Routing& routing, int64_t* ids, float* weights,
-           Team& team) {
-  const int64_t width = up_to_lanes(router.rows), per_token = routing.per_token;
-  const int64_t num_weights = per_token + (routing.shared != 0);
-  static thread_local std::vector<float> logits;
+void logits_of(const T* x, int64_t row, int64_t end_row, Matrix<T> router, int64_t panel, int64_t end_panel, float* out) {
+  const int64_t width = up_to_lanes(router.rows);
+  if (row < end_row && panel < end_panel)
+    products<T>(x + row * router.columns, router.columns, end_row - row, router, panel, end_panel,
+                out + row * width + panel * LANES, width, nullptr);
+}
+
+// Select the experts of rows [row, end_row) from the router's logits, which change.
+void choose_rows(float* logits, int64_t width, const Routing& r, const float* scales, int64_t row, int64_t end_row,
+                 int64_t* ids, float* weights) {
   static thread_local Choice choice;
-  const int64_t end = team.end(num_rows);
-  for (int64_t from = team.begin(num_rows); from < end; from += ROW_CHUNK) {
-    const int64_t count = std::min(ROW_CHUNK, end - from);
-    logits.resize(size_t(count * width));
-    products<T>(x + from * router.columns, router.columns, count, router, 0, router.num_panels(), logits.data(), width,
-                nullptr);
-    if (routing.logit_scale != 1.f)
-      for (size_t i = 0; i < size_t(count * width); i++) logits[i] *= routing.logit_scale;
-    if (routing.logits)
-      for (int64_t i = 0; i < count; i++)
-        for (int64_t e = 0; e < routing.num_experts; e++) logits[size_t(i * width + e)] += routing.logits[e];
-    for (int64_t i = 0; i < count; i++)
-      choose(logits.data() + i * width, routing, choice, ids + (from + i) * per_token, weights + (from + i) * num_weights);
+  const int64_t num_weights = r.per_token + (r.shared != 0);
+  for (int64_t i = row; i < end_row; i++) {
+    float* z = logits + i * width;
+    if (r.logit_scale != 1.f)
+      for (int64_t e = 0; e < width; e++) z[e] *= r.logit_scale;
+    if (r.logits)
+      for (int64_t e = 0; e < r.num_experts; e++) z[e] += r.logits[e];
+    choose(z, r, choice, ids + i * r.per_token, weights + i * num_weights);
+    if (scales)
+      for (int64_t k = 0; k < r.per_token; k++) weights[i * num_weights + k] *= scales[ids[i * r.per_token + k]];
   }
 }
 
@@ -120,84 +127,175 @@ struct Item {
   int64_t expert, row, end_row, panel, end_panel;
 };
 
-// Cut the work into items. Weights stay in the cache while the rows of their expert pass.
-void cut(const std::vector<int64_t>& starts, int64_t num_panels, int64_t chunk, std::vector<Item>& items) {
-  items.clear();
-  for (int64_t e = 0; e + 1 < int64_t(starts.size()); e++)
-    for (int64_t panel = 0; panel < num_panels && starts[e] < starts[e + 1]; panel += chunk)
-      for (int64_t row = starts[e]; row < starts[e + 1]; row += ROW_CHUNK)
-        items.push_back({e, row, std::min(row + ROW_CHUNK, starts[e + 1]), panel, std::min(panel + chunk, num_panels)});
-}
-
-// Rows of x, each with an expert.
+// Rows of x, each with an expert: index i of `experts` is row `rows[i]`, or row i / per_token.
 struct Chosen {
   const int64_t *rows, *experts;  // [count]
-  int64_t count;
+  int64_t count, per_token;
+  int64_t row(int64_t i) const { return rows ? rows[i] : i / per_token; }
 };
 
 template <class T>
-struct Scratch {
-  std::vector<int64_t> starts, order;  // first index of each expert in `order`; entries sorted by expert
-  std::vector<Item> ups, downs;
-  std::vector<T> inputs, gated;  // rows by expert
-  std::vector<float> sums;
+struct Weights {
+  Matrix<T> gate_up, down;  // of the first expert
+  const T *gate_up_bias, *down_bias;
+  Finish gate;
+
+  Weights(const ExpertWeights& w, int64_t activation)
+      : gate_up{static_cast<const T*>(w.gate_up), 2 * w.inner, w.hidden, w.gate_up_codes},
+        down{static_cast<const T*>(w.down), w.hidden, w.inner, w.down_codes},
+        gate_up_bias(static_cast<const T*>(w.gate_up_bias)), down_bias(static_cast<const T*>(w.down_bias)),
+        gate(Finish(activation)) {}
+  int64_t hidden() const { return down.rows; }
+  int64_t inner() const { return down.columns; }
 };
 
-// Sort the rows by expert, in their original order within an expert.
+// The products of some rows with their experts, by the threads of a team.
 template <class T>
-void sort(const Chosen& chosen, int64_t num_experts, Scratch<T>& s) {
-  s.starts.assign(size_t(num_experts) + 1, 0);
-  for (int64_t i = 0; i < chosen.count; i++) s.starts[size_t(chosen.experts[i]) + 1]++;
-  for (int64_t e = 0; e < num_experts; e++) s.starts[size_t(e) + 1] += s.starts[size_t(e)];
-  s.order.resize(size_t(chosen.count));
-  std::vector<int64_t> next(s.starts);
-  for (int64_t i = 0; i < chosen.count; i++) s.order[size_t(next[size_t(chosen.experts[i])]++)] = i;
-}
+class Products {
+ public:
+  // Sort the rows by expert, in their original order within an expert, and cut the work into items. One thread calls it.
+  void arrange(const Chosen& chosen, int64_t num_experts, const Weights<T>& weights, int num_threads) {
+    starts_.assign(size_t(num_experts) + 1, 0);
+    for (int64_t i = 0; i < chosen.count; i++) starts_[size_t(chosen.experts[i]) + 1]++;
+    int64_t active = 0, most = 0;
+    for (int64_t e = 0; e < num_experts; e++) {
+      const int64_t count = starts_[size_t(e) + 1];
+      active += count > 0, most = std::max(most, count);
+      starts_[size_t(e) + 1] += starts_[size_t(e)];
+    }
+    order_.resize(size_t(chosen.count)), places_.resize(size_t(chosen.count));
+    next_.assign(starts_.begin(), starts_.end());
+    for (int64_t i = 0; i < chosen.count; i++) {
+      const int64_t place = next_[size_t(chosen.experts[i])]++;
+      order_[size_t(place)] = i, places_[size_t(i)] = place;
+    }
+    const int64_t hidden = weights.hidden(), inner = weights.inner();
+    inputs_.resize(size_t(chosen.count * hidden)), gated_.resize(size_t(chosen.count * inner));
+    sums_.resize(size_t(chosen.count * hidden));
+    const int64_t pieces = active ? (ITEMS_OF_A_THREAD * num_threads + active - 1) / active : 1;
+    auto chunk = [&](int64_t panels, int64_t usual) { return most > FEW_ROWS ? usual : (panels + pieces - 1) / pieces; };
+    cut(inner / LANES, chunk(inner / LANES, PANELS_OF_GATE), ups_);
+    cut(hidden / LANES, chunk(hidden / LANES, PANELS_OF_DOWN), downs_);
+    up_.store(0, std::memory_order_relaxed), low_.store(0, std::memory_order_relaxed);
+  }
 
-template <class T>
-void product(const Item& item, const T* x, Matrix<T> all, const T* biases, Finish finish, void* out) {
-  const Matrix<T> own = all.part(item.expert * all.num_panels(), all.rows);
-  const int64_t width = finish == Finish::STORE ? all.rows : all.rows / 2;
-  const T* bias = biases ? biases + item.expert * all.rows : nullptr;
-  linear({x, all.columns, own, bias, finish, 1.f, out, width, false}, item.row, item.end_row, item.panel,
-         item.end_panel, {nullptr, nullptr, 0});
-}
+  // All threads call it after `arrange`, and wait before they read `product`.
+  void run(Team& team, const T* x, const Chosen& chosen, const Weights<T>& weights) {
+    const int64_t hidden = weights.hidden(), count = chosen.count;
+    for (int64_t i = team.begin(count); i < team.end(count); i++)
+      std::copy_n(x + chosen.row(order_[size_t(i)]) * hidden, hidden, inputs_.data() + i * hidden);
+    team.wait();
+    for (int64_t i; (i = up_.fetch_add(1, std::memory_order_relaxed)) < int64_t(ups_.size());)
+      product(ups_[size_t(i)], inputs_.data(), weights.gate_up, weights.gate_up_bias, weights.gate, gated_.data());
+    team.wait();
+    for (int64_t i; (i = low_.fetch_add(1, std::memory_order_relaxed)) < int64_t(downs_.size());)
+      product(downs_[size_t(i)], gated_.data(), weights.down, weights.down_bias, Finish::STORE, sums_.data());
+  }
 
-// Weights, and biases or null, of the first expert, followed by the other experts.
-template <class T>
-struct Stack {
-  Matrix<T> weight;
-  const T* bias;
+  // The product of entry i of the chosen rows: [hidden].
+  const float* of(int64_t i, int64_t hidden) const { return sums_.data() + places_[size_t(i)] * hidden; }
+
+ private:
+  // Weights stay in the cache while the rows of their expert pass.
+  void cut(int64_t num_panels, int64_t chunk, std::vector<Item>& items) const {
+    items.clear();
+    for (int64_t e = 0; e + 1 < int64_t(starts_.size()); e++) {
+      const int64_t first = starts_[size_t(e)], last = starts_[size_t(e) + 1];
+      for (int64_t panel = 0; panel < num_panels && first < last; panel += chunk)
+        for (int64_t row = first; row < last; row += ROW_CHUNK)
+          items.push_back({e, row, std::min(row + ROW_CHUNK, last), panel, std::min(panel + chunk, num_panels)});
+    }
+  }
+
+  static void product(const Item& item, const T* x, Matrix<T> all, const T* biases, Finish finish, void* out) {
+    const Matrix<T> own = all.part(item.expert * all.num_panels(), all.rows);
+    const int64_t width = finish == Finish::STORE ? all.rows : all.rows / 2;
+    const T* bias = biases ? biases + item.expert * all.rows : nullptr;
+    linear({x, all.columns, own, bias, finish, 1.f, out, width, false, {}}, item.row, item.end_row, item.panel,
+           item.end_panel, {nullptr, nullptr, 0});
+  }
+
+  std::vector<int64_t> starts_, next_;    // first place of each expert
+  std::vector<int64_t> order_, places_;  // entries by place, and places by entry
+  std::vector<Item> ups_, downs_;
+  std::vector<T> inputs_, gated_;  // rows by place
+  std::vector<float> sums_;
+  std::atomic<int64_t> up_{0}, low_{0};
 };
 
-// out[i] = down(gate(gate_up(x[row of i]))), by the expert of i.
 template <class T>
-void run_experts(const T* x, const Chosen& chosen, int64_t num_experts, Stack<T> gate_up, Stack<T> down, Finish gate,
-                 float* out, int num_threads) {
-  static thread_local Scratch<T> of_this_thread;
-  Scratch<T>& s = of_this_thread;  // the other threads use it too
-  sort(chosen, num_experts, s);
-  const int64_t count = chosen.count, hidden = down.weight.rows, inner = down.weight.columns;
-  s.inputs.resize(size_t(count * hidden));
-  s.gated.resize(size_t(count * inner));
-  s.sums.resize(size_t(count * hidden));
-  cut(s.starts, inner / LANES, PANELS_OF_GATE, s.ups);
-  cut(s.starts, hidden / LANES, PANELS_OF_DOWN, s.downs);
-  std::atomic<int64_t> up{0}, low{0};
+void run_experts(const T* x, const Chosen& chosen, int64_t num_experts, const Weights<T>& weights, float* out,
+                 int num_threads) {
+  static thread_local Products<T> of_this_thread;
+  Products<T>& products = of_this_thread;  // the other threads use it too
+  products.arrange(chosen, num_experts, weights, num_threads);
+  const int64_t hidden = weights.hidden();
   auto work = [&](Team& team) {
-    for (int64_t i = team.begin(count); i < team.end(count); i++)
-      std::copy_n(x + chosen.rows[s.order[size_t(i)]] * hidden, hidden, s.inputs.data() + i * hidden);
+    products.run(team, x, chosen, weights);
     team.wait();
-    for (int64_t i; (i = up.fetch_add(1, std::memory_order_relaxed)) < int64_t(s.ups.size());)
-      product(s.ups[size_t(i)], s.inputs.data(), gate_up.weight, gate_up.bias, gate, s.gated.data());
-    team.wait();
-    for (int64_t i; (i = low.fetch_add(1, std::memory_order_relaxed)) < int64_t(s.downs.size());)
-      product(s.downs[size_t(i)], s.gated.data(), down.weight, down.bias, Finish::STORE, s.sums.data());
-    team.wait();
-    for (int64_t i = team.begin(count); i < team.end(count); i++)
-      std::copy_n(s.sums.data() + i * hidden, hidden, out + s.order[size_t(i)] * hidden);
+    for (int64_t i = team.begin(chosen.count); i < team.end(chosen.count); i++)
+      std::copy_n(products.of(i, hidden), hidden, out + i * hidden);
   };
   run_team(num_threads, work);
+}
+
+template <class T>
+struct LayerScratch {
+  std::vector<float> logits, weights;
+  std::vector<int64_t> ids, none;
+  Products<T> experts, shared;
+};
+
+template <class T>
+void run_layer(const MoeLayer& layer, const T* x, const T* routed, int64_t num_rows, int64_t* ids, float* out,
+               int num_threads) {
+  static thread_local LayerScratch<T> of_this_thread;
+  LayerScratch<T>& s = of_this_thread;
+  const Routing& r = layer.routing;
+  const Matrix<T> router{static_cast<const T*>(layer.router), layer.router_rows, layer.experts.hidden};
+  const int64_t width = up_to_lanes(router.rows), panels = router.num_panels(), hidden = layer.experts.hidden;
+  const int64_t num_weights = r.per_token + (r.shared != 0);
+  const Weights<T> experts(layer.experts, layer.activation), shared(layer.shared_expert, layer.activation);
+  s.logits.resize(size_t(num_rows * width)), s.weights.resize(size_t(num_rows * num_weights));
+  s.ids.resize(size_t(num_rows * r.per_token)), s.none.assign(size_t(num_rows), 0);
+  const Chosen chosen{nullptr, s.ids.data(), num_rows * r.per_token, r.per_token}, all{nullptr, s.none.data(), num_rows, 1};
+  auto work = [&](Team& team) {
+    const int64_t row = team.begin(num_rows), end_row = team.end(num_rows);
+    if (num_rows < FEW_ROWS * team.size) logits_of(routed, 0, num_rows, router, team.begin(panels), team.end(panels), s.logits.data());
+    else logits_of(routed, row, end_row, router, 0, panels, s.logits.data());
+    team.wait();
+    choose_rows(s.logits.data(), width, r, layer.scales, row, end_row, s.ids.data(), s.weights.data());
+    team.wait();
+    if (team.thread == 0) {
+      s.experts.arrange(chosen, r.num_experts, experts, team.size);
+      if (r.shared) s.shared.arrange(all, 1, shared, team.size);
+    }
+    team.wait();
+    s.experts.run(team, x, chosen, experts);
+    if (r.shared) s.shared.run(team, x, all, shared);
+    team.wait();
+    for (int64_t i = row; i < end_row; i++) {
+      const float* weights = s.weights.data() + i * num_weights;
+      for (int64_t j = 0; j < hidden; j += LANES) {
+        Vec sum = vset(0.f);
+        for (int64_t k = 0; k < r.per_token; k++)
+          sum = vfma(vload(s.experts.of(i * r.per_token + k, hidden) + j), vset(weights[k]), sum);
+        if (r.shared) sum = vfma(vload(s.shared.of(i, hidden) + j), vset(weights[r.per_token]), sum);
+        vstore(out + i * hidden + j, sum);
+      }
+    }
+  };
+  run_team(num_threads, work);
+  if (ids) std::copy(s.ids.begin(), s.ids.end(), ids);
+}
+
+template <class T>
+void run_blocks(const MoeLayer& layer, const T* x, const T* routed, int64_t num_rows, int64_t* ids, float* out,
+                int num_threads) {
+  const int64_t hidden = layer.experts.hidden;
+  for (int64_t row = 0; row < num_rows; row += ROW_BLOCK)
+    run_layer(layer, x + row * hidden, routed + row * hidden, std::min(ROW_BLOCK, num_rows - row),
+              ids ? ids + row * layer.routing.per_token : nullptr, out + row * hidden, num_threads);
 }
 
 }  // namespace
@@ -211,41 +309,42 @@ extern "C" {
 // [rows, hidden].
 void nano_moe_route(const void* x, int64_t num_rows, int64_t hidden, const void* router, int64_t rows, int64_t is_bf16,
                     const Routing* routing, int64_t* ids, float* weights, int64_t num_threads) {
+  const int64_t width = up_to_lanes(rows);
+  std::vector<float> logits(size_t(num_rows * width));
   auto work = [&](Team& team) {
-    if (is_bf16)
-      route<bf16>(static_cast<const bf16*>(x), num_rows, {static_cast<const bf16*>(router), rows, hidden}, *routing, ids,
-                  weights, team);
-    else
-      route<float>(static_cast<const float*>(x), num_rows, {static_cast<const float*>(router), rows, hidden}, *routing,
-                   ids, weights, team);
+    const int64_t row = team.begin(num_rows), end_row = team.end(num_rows);
+    auto compute = [&](auto* typed) {
+      const Matrix<std::decay_t<decltype(*typed)>> all{typed, rows, hidden};
+      logits_of(static_cast<decltype(typed)>(x), row, end_row, all, 0, all.num_panels(), logits.data());
+    };
+    is_bf16 ? compute(static_cast<const bf16*>(router)) : compute(static_cast<const float*>(router));
+    choose_rows(logits.data(), width, *routing, nullptr, row, end_row, ids, weights);
   };
   run_team(int(num_threads), work);
 }
 
-// Call run_experts. gate_up and down are packed, with all experts one below the other. hidden and inner are multiples
-// of 16. Biases have the weights' type or are null. `activation`: a Finish.
+// out[i] = down(gate(gate_up(x[rows[i]]))), by expert experts[i]. `activation`: a Finish.
 int nano_moe_products(const void* x, int64_t num_rows, const int64_t* rows, const int64_t* experts, int64_t count,
-                      int64_t num_experts, int64_t hidden, int64_t inner, const void* gate_up, const void* gate_up_bias,
-                      const void* down, const void* down_bias, const Quantised* gate_up_codes,
-                      const Quantised* down_codes, int64_t is_bf16, int64_t activation, float* out,
-                      int64_t num_threads) {
+                      int64_t num_experts, const ExpertWeights* weights, int64_t is_bf16, int64_t activation,
+                      float* out, int64_t num_threads) {
   for (int64_t i = 0; i < count; i++) {
     if (rows[i] < 0 || rows[i] >= num_rows) return BAD_ROW;
     if (experts[i] < 0 || experts[i] >= num_experts) return BAD_EXPERT;
   }
-  const Chosen chosen{rows, experts, count};
-  const Finish gate = Finish(activation);
-  if (is_bf16)
-    run_experts<bf16>(static_cast<const bf16*>(x), chosen, num_experts,
-                      {{static_cast<const bf16*>(gate_up), 2 * inner, hidden, gate_up_codes}, static_cast<const bf16*>(gate_up_bias)},
-                      {{static_cast<const bf16*>(down), hidden, inner, down_codes}, static_cast<const bf16*>(down_bias)}, gate, out,
-                      int(num_threads));
-  else
-    run_experts<float>(static_cast<const float*>(x), chosen, num_experts,
-                       {{static_cast<const float*>(gate_up), 2 * inner, hidden, gate_up_codes}, static_cast<const float*>(gate_up_bias)},
-                       {{static_cast<const float*>(down), hidden, inner, down_codes}, static_cast<const float*>(down_bias)}, gate, out,
-                       int(num_threads));
+  const Chosen chosen{rows, experts, count, 1};
+  if (is_bf16) run_experts<bf16>(static_cast<const bf16*>(x), chosen, num_experts, {*weights, activation}, out, int(num_threads));
+  else run_experts<float>(static_cast<const float*>(x), chosen, num_experts, {*weights, activation}, out, int(num_threads));
   return NONE;
+}
+
+// Compute a whole layer: x [num_rows, hidden] -> out [num_rows, hidden]. The router reads `routed`. ids [num_rows,
+// per_token] receives the experts of each row, or is null.
+void nano_moe_layer(const MoeLayer* layer, const void* x, const void* routed, int64_t num_rows, int64_t* ids, float* out,
+                    int64_t num_threads) {
+  if (layer->is_bf16)
+    run_blocks(*layer, static_cast<const bf16*>(x), static_cast<const bf16*>(routed), num_rows, ids, out, int(num_threads));
+  else
+    run_blocks(*layer, static_cast<const float*>(x), static_cast<const float*>(routed), num_rows, ids, out, int(num_threads));
 }
 
 // out [num_rows, hidden] = the sum over k of weights [num_rows, k] * products [num_rows, k, hidden], in order.
