@@ -24,7 +24,7 @@ from tests.models.strong import strong_model
 from tests.models.tiny_gguf import described, gguf
 
 # Offsets of the float16 numbers in a block.
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 CONFIG = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -42,9 +42,13 @@ def test_blocks_agree_with_the_gguf_package(name: str) -> None:
     assert columns == layout.columns
     drawn = np.random.default_rng(7)
     raw = drawn.integers(0, 256, (6, 3 * size), dtype=np.uint8)
+    raw[0], raw[1] = 0, 255
     for at in HALVES.get(name, (0,)):
         numbers = drawn.normal(size=(6, 3)).astype(np.float16)
         raw.reshape(6, 3, size)[..., at : at + 2] = numbers.view(np.uint8).reshape(6, 3, 2)
+    if name == "MXFP4":  # an exponent of 255 is NaN
+        raw.reshape(6, 3, size)[..., 0] %= 255
+        raw[:2, 0] = 0, 254
     codes = gguf_codes.read_blocks(name, raw, 3 * columns)
     form = FORMATS[layout.form]
     assert (codes.mins is not None) == form.mins
@@ -55,10 +59,12 @@ def test_blocks_agree_with_the_gguf_package(name: str) -> None:
             np.testing.assert_array_equal(whole, whole.round())
     group = 3 * columns // codes.scales.shape[1]
     assert group == form.group
-    numbers = codes.codes.astype(np.float32) * codes.scales.astype(np.float32).repeat(group, 1)
-    if codes.mins is not None:
-        numbers -= codes.mins.repeat(group, 1)
-    np.testing.assert_array_equal(numbers, gguf.dequantize(raw, kind))
+    with np.errstate(over="ignore"):  # the largest exponent of MXFP4
+        numbers = codes.codes.astype(np.float32) * codes.scales.astype(np.float32).repeat(group, 1)
+        if codes.mins is not None:
+            numbers -= codes.mins.repeat(group, 1)
+        np.testing.assert_array_equal(numbers, gguf.dequantize(raw, kind))
+    np.testing.assert_array_equal(gguf_codes.numbers_of(name, raw, 3 * columns), numbers)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
