@@ -26,7 +26,14 @@ from tests.models.strong import strong_model
 from tests.models.tiny_gguf import described, gguf
 
 # Offsets of the float16 numbers in a block.
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
+HALVES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "MXFP4": (),
+}
 CONFIG = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -218,7 +225,9 @@ def test_experts_compute_with_blocks_of_tables(
             if quantization is not None:
                 forms = formats_of(engine.model.params)
                 assert forms.keys() == {
-                    f"layers.{layer}.experts_{part}" for layer in (0, 1) for part in ("down", "gate_up")
+                    f"layers.{layer}.experts_{part}"
+                    for layer in (0, 1)
+                    for part in ("down", "gate_up")
                 }
                 assert {*forms.values()} == {FORMATS[gguf_codes.KINDS[name].form]}
             results.append(engine.generate(prompts, params))
@@ -232,11 +241,11 @@ def test_experts_compute_with_blocks_of_tables(
 
 
 def test_ranks_do_not_split_the_steps_of_iq4_xs(tmp_path: Path) -> None:
-    strong_model(tmp_path / "hf", "LlamaForCausalLM", **CONFIG | {"hidden_size": 256, "head_dim": 64})
-    kind = gguf.GGMLQuantizationType["IQ4_XS"]
-    path = hf_to_gguf(
-        tmp_path / "hf", tmp_path / "m.gguf", "llama", others={"attn_output": kind}
+    strong_model(
+        tmp_path / "hf", "LlamaForCausalLM", **CONFIG | {"hidden_size": 256, "head_dim": 64}
     )
+    kind = gguf.GGMLQuantizationType["IQ4_XS"]
+    path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "llama", others={"attn_output": kind})
     folder = described(path, tmp_path / "cache", coded=True)
     message = "256 columns of 'layers.0.o' are not divided at multiples of 256; use fewer ranks"
     with pytest.raises(ConfigError, match=message):
