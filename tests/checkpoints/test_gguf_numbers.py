@@ -55,6 +55,8 @@ HALVES: Mapping[str, Mapping[int, float]] = {
     "Q4_K": {0: 4e-4, 2: 3e-3},
     "Q5_K": {0: 2e-4, 2: 3e-3},
     "Q6_K": {208: 5e-5},
+    "IQ4_NL": {0: 1.5e-3},
+    "IQ4_XS": {0: 8e-5},
 }
 WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
 
@@ -253,12 +255,15 @@ def test_blocks_are_packed_from_the_file(tmp_path: Path, name: str, backend: str
         assert torch.equal(read(params, slot), torch.from_numpy(numbers[key])), key
 
 
-@pytest.mark.parametrize(("name", "at"), [("Q8_0", 1), ("Q4_1", 1), ("Q4_1", 3)])
+@pytest.mark.parametrize(
+    ("name", "at"), [("Q8_0", 1), ("Q4_1", 1), ("Q4_1", 3), ("IQ4_XS", 1), ("MXFP4", 0)]
+)
 def test_damaged_scales_of_blocks_are_reported(tmp_path: Path, name: str, at: int) -> None:
     stored = stored_weights(weights_of())
     kind = gguf.GGMLQuantizationType[name]
     blocks = blocks_of(stored["blk.1.ffn_down.weight"], name)
-    blocks[7, at - 1 : at + 1] = (0, 0x7C)  # a scale or minimum of infinity
+    # a scale or minimum of infinity, or NaN
+    blocks[7, max(at - 1, 0) : at + 1] = (0, 0x7C) if at else 255
     path = write_gguf(
         tmp_path / "m.gguf", stored, WIDE, raw={"blk.1.ffn_down.weight": (blocks, kind)}
     )

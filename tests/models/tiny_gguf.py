@@ -11,6 +11,7 @@ from torch import Tensor
 from nano_inference.checkpoints.gguf.file import describe_gguf
 from nano_inference.checkpoints.gguf.weights import GgufReader
 from nano_inference.checkpoints.loading import read_tensors
+from nano_inference.ops.formats import FORMATS
 
 gguf = pytest.importorskip("gguf")
 
@@ -65,6 +66,31 @@ def stored_weights(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return stored
 
 
+def quantised(tensor: np.ndarray, kind: Any) -> np.ndarray:
+    """Return a tensor in blocks. The gguf package does not write IQ4_NL and IQ4_XS."""
+    if kind.name not in ("IQ4_NL", "IQ4_XS"):
+        return gguf.quantize(tensor, kind)
+    groups = tensor.reshape(-1, 32)
+    values = np.array(FORMATS["iq4-32"].values, np.float32)
+    scales = np.abs(groups).max(axis=1) / -values[0]
+    if kind.name == "IQ4_NL":
+        scales = scales.astype(np.float16)
+        heads, scales = scales.view(np.uint8).reshape(-1, 2), scales.astype(np.float32)
+    else:
+        steps = (scales.reshape(-1, 8).max(axis=1) / 31).astype(np.float16)
+        whole = np.round(scales.reshape(-1, 8) / steps[:, None].astype(np.float32)).astype(int)
+        stored, scales = whole + 32, (whole * steps[:, None].astype(np.float32)).reshape(-1)
+        high = (stored >> 4 << 2 * np.arange(8)).sum(axis=1).astype(np.uint16)
+        low = (stored[:, ::2] & 15 | (stored[:, 1::2] & 15) << 4).astype(np.uint8)
+        parts = (each.view(np.uint8).reshape(len(steps), -1) for each in (steps, high, low))
+        heads = np.concatenate([*parts], axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        apart = np.abs((groups / scales[:, None])[..., None] - values)
+    codes = apart.argmin(axis=-1).astype(np.uint8)
+    codes = (codes[:, :16] | codes[:, 16:] << 4).reshape(len(heads), -1)
+    return np.concatenate((heads, codes), axis=1).reshape(*tensor.shape[:-1], -1)
+
+
 def write_gguf(
     path: Path,
     tensors: Mapping[str, np.ndarray],
@@ -97,7 +123,7 @@ def write_gguf(
         if raw and name in raw:
             continue
         if types and name in types:
-            writer.add_tensor(name, gguf.quantize(tensor, types[name]), raw_dtype=types[name])
+            writer.add_tensor(name, quantised(tensor, types[name]), raw_dtype=types[name])
         else:
             writer.add_tensor(name, tensor)
     writer.write_header_to_file()

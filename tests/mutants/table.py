@@ -335,6 +335,20 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/ops/test_quantised.py -k 'stored_as_they_are and cpu'",
     ),
     Fault(
+        "cpu_table_codes_of_the_same_quad",
+        "src/nano_inference/ops/cpu/kernels/quantised.cpp",
+        old="add_quad<HEIGHT>(sums, tlook(table, lhigh(both)), x + (2 * j + 1) * QUAD, ldx);",
+        new="add_quad<HEIGHT>(sums, tlook(table, lhigh(both)), x + 2 * j * QUAD, ldx);",
+        seen_by="tests/ops/test_quantised.py -k 'stored_as_they_are and cpu and iq4'",
+    ),
+    Fault(
+        "exponent_of_another_row",
+        "src/nano_inference/ops/cpu/kernels/codes.h",
+        old="halves[i] = bf16(p[i] << 7);",
+        new="halves[i] = bf16(p[i ^ 1] << 7);",
+        seen_by="tests/ops/test_quantised.py -k 'equal_the_definition and cpu and mxfp4'",
+    ),
+    Fault(
         "cpu_step_of_the_first_columns",
         "src/nano_inference/ops/cpu/kernels/quantised.cpp",
         old="reinterpret_cast<const uint16_t*>(at_ + t * RECORD)",
@@ -412,6 +426,13 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         old="return Blocks(_rows(_nibbles(blocks[..., 4:])), scales, -least)",
         new="return Blocks(_rows(_nibbles(blocks[..., 4:])), scales, least)",
         seen_by="tests/checkpoints/test_gguf_codes.py -k agree_with_the_gguf",
+    ),
+    Fault(
+        "gguf_exponent_that_is_no_number",
+        "src/nano_inference/checkpoints/gguf/codes.py",
+        old="scales = np.where(powers == 255, np.float32(np.nan), scales)",
+        new="scales = np.where(powers == 256, np.float32(np.nan), scales)",
+        seen_by="tests/checkpoints/test_gguf_numbers.py -k damaged_scales",
     ),
     Fault(
         "harmony_commentary_is_reasoning",

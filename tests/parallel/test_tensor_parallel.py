@@ -239,7 +239,7 @@ def test_ranks_with_sharded_file_codes_agree_bit_for_bit(
     check(tmp_path, ops(), torch.bfloat16, (2, 4), "file")
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_1"])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "IQ4_NL", "MXFP4"])
 def test_ranks_shard_the_blocks_of_a_gguf_file(tmp_path: Path, name: str) -> None:
     gguf = pytest.importorskip("gguf")
     kind = gguf.GGMLQuantizationType[name]

@@ -1,4 +1,5 @@
 // Weights in codes of 8 to 4 bits: every format, rows by themselves and together, all memory of exact size.
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -40,17 +41,21 @@ struct Form {
   int64_t bits, group;
   Scales scales;
   bool mins;
+  const int8_t* table = nullptr;
 };
-constexpr Scales HALF = Scales::HALF, FLOAT = Scales::FLOAT, STEPS = Scales::STEPS;
+constexpr Scales HALF = Scales::HALF, FLOAT = Scales::FLOAT, STEPS = Scales::STEPS, EXPONENTS = Scales::EXPONENTS;
+constexpr int8_t WIDE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t NARROW[16] = {-12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12, 12};
 constexpr Form FORMS[] = {{8, 0, FLOAT, false}, {8, 32, HALF, false}, {4, 32, HALF, false}, {8, 16, FLOAT, false},
                           {4, 32, FLOAT, true}, {8, 32, FLOAT, true}, {8, 16, FLOAT, true}, {4, 32, HALF, true},
                           {5, 32, HALF, false}, {5, 32, HALF, true},  {4, 32, STEPS, true}, {5, 32, STEPS, true},
-                          {6, 16, STEPS, false}};
+                          {6, 16, STEPS, false}, {4, 32, HALF, false, WIDE},  {4, 32, STEPS, false, WIDE},
+                          {4, 32, EXPONENTS, false, NARROW}};
 
 // Bytes of the scales of whole panels.
 size_t scale_bytes(const Form& form, int64_t panels, int64_t groups) {
   const int64_t each = form.scales == STEPS ? 256 / form.group : 1;
-  const int64_t row = form.scales == STEPS ? (groups + each - 1) / each * (2 + each) : groups * (form.scales == HALF ? 2 : 4);
+  const int64_t row = form.scales == STEPS ? (groups + each - 1) / each * (2 + each) : groups * (form.scales == EXPONENTS ? 1 : form.scales == HALF ? 2 : 4);
   return size_t(panels * LANES * row);
 }
 
@@ -58,7 +63,8 @@ template <class T>
 void round(const Form& form, Digest& all) {
   const int64_t unit = form.scales == STEPS ? STEP : form.group ? form.group : 4, panels = 2 * (1 + random_bits() % 4), rows = panels * LANES;
   const int64_t columns = unit * (form.scales == STEPS ? 1 : 8) * (1 + random_bits() % 3) + (random_bits() % 2 ? random_bits() % unit : 0);
-  Quantised w{form.bits, form.group, int64_t(form.scales), nullptr, nullptr, nullptr, {}, 0, nullptr};
+  Quantised w{form.bits, form.group, int64_t(form.scales), nullptr, nullptr, nullptr, {}, 0, nullptr, {}};
+  if (form.table) memcpy(w.values, form.table, sizeof(w.values));
   w.segments.count = random_bits() % 2 ? 8 : 1;
   for (int64_t s = 0; s <= w.segments.count; s++)
     w.segments.bounds[s] = s == w.segments.count ? columns : columns * s / w.segments.count / unit * unit;
@@ -98,7 +104,8 @@ void round(const Form& form, Digest& all) {
 // Codes that a file has, stored in two parts, come back as what they stand for.
 void store(const Form& form) {
   const int64_t rows = LANES * (1 + random_bits() % 3), columns = (form.group ? form.group : 4) * (1 + random_bits() % 5);
-  Quantised w{form.bits, form.group, int64_t(form.scales), nullptr, nullptr, nullptr, {}, 0, nullptr};
+  Quantised w{form.bits, form.group, int64_t(form.scales), nullptr, nullptr, nullptr, {}, 0, nullptr, {}};
+  if (form.table) memcpy(w.values, form.table, sizeof(w.values));
   w.segments.count = 1, w.segments.bounds[0] = 0, w.segments.bounds[1] = columns;
   const int64_t groups = w.num_groups(), stride = columns + random_bits() % 3, least = form.mins ? 0 : -(1 << (form.bits - 1));
   std::vector<int8_t> codes(size_t(rows / LANES * w.num_quads() * 64 * form.bits / 8)), source(size_t(rows * stride));
@@ -107,7 +114,9 @@ void store(const Form& form) {
   const std::vector<float> steps(own.size(), 1.f / 64.f), min_steps(own.size(), 1.f);
   w.codes = codes.data(), w.scales = scales.data(), w.mins = form.mins ? mins.data() : nullptr;
   for (auto& code : source) code = int8_t(form.bits < 8 ? least + int64_t(random_bits() % (1u << form.bits)) : int64_t(random_bits() % 255) - 127);
-  for (auto& scale : own) scale = float(random_bits() % 64) / 64.f;  // a float16
+  for (auto& code : source)
+    if (form.table) code = form.table[uint8_t(code) % 16];
+  for (auto& scale : own) scale = form.scales == EXPONENTS ? std::ldexp(1.f, int(random_bits() % 64) - 32) : float(random_bits() % 64) / 64.f;  // a float16
   for (auto& min : own_mins) min = float(random_bits() % 64);
   const int64_t cut = random_bits() % rows;
   nano_store_codes(source.data(), stride, own.data(), own_mins.data(), steps.data(), min_steps.data(), &w, 0, cut, columns, 2);

@@ -9,7 +9,10 @@ from typing import Literal
 
 GROUP = 32
 STEP = 256  # columns that share a step
-Scales = Literal["half", "float", "steps"]
+Scales = Literal["half", "float", "steps", "exponents"]
+# Numbers of 4-bit codes: of IQ4_NL and IQ4_XS, and twice those of MXFP4 (e2m1)
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4 = (-12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +24,10 @@ class Format:
         bits: Bits per code: 8, 6, 5 or 4. Codes of 8 bits are -128 to 127. Others count from 0, and
             without a minimum the middle of their range represents 0.
         group: Number of columns that share a scale. 0: a whole segment.
-        scales: Storage of scales: float16, float32, or `"steps"`: an int8 times a float16 that 256
-            columns share, as in K-quants of GGUF files.
+        scales: Storage of scales: float16, float32, `"steps"`: an int8 times a float16 that 256
+            columns share, as in K-quants of GGUF files, or `"exponents"`: powers of two.
         mins: If True, a group also has a minimum, stored like a scale.
+        values: Numbers that the codes stand for, rising. Empty: the codes themselves.
     """
 
     name: str
@@ -31,6 +35,7 @@ class Format:
     group: int
     scales: Scales = "half"
     mins: bool = False
+    values: tuple[int, ...] = ()
 
     @property
     def bytes_per_weight(self) -> float:
@@ -41,13 +46,20 @@ class Format:
     def group_bytes(self) -> float:
         """Bytes of a group's scale and minimum."""
         steps = 1 + 2 * self.group / STEP
-        scale = {"half": 2, "float": 4, "steps": steps}[self.scales]
+        scale = {"half": 2, "float": 4, "steps": steps, "exponents": 1}[self.scales]
         return scale * (2 if self.mins else 1)
 
     @property
     def middle(self) -> int:
         """Code that represents 0 if codes have no sign and the format has no minimum."""
-        return 0 if self.bits == 8 else 1 << (self.bits - 1)
+        return 0 if self.bits == 8 or self.values else 1 << (self.bits - 1)
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """Least and largest number to which weights are rounded."""
+        if self.values:
+            return self.values[0], self.values[-1]
+        return (-127, 127) if self.bits == 8 else (-self.middle, self.middle - 1)
 
     @property
     def groups_per_step(self) -> int:
@@ -70,9 +82,11 @@ class Format:
             nested = self.group == other.group
         else:
             nested = other.group % self.group == 0 if self.group else other.group == 0
+        bits = 8 if other.values and not self.values else other.bits
         return (
             nested
-            and self.bits >= other.bits
+            and self.values in ((), other.values)
+            and self.bits >= bits
             and self.scales in (other.scales, "float")
             and self.mins >= other.mins
         )
@@ -115,6 +129,10 @@ FORMATS = {
         Format("int4-32-steps", 4, GROUP, scales="steps", mins=True),
         Format("int5-32-steps", 5, GROUP, scales="steps", mins=True),
         Format("int6-16-steps", 6, 16, scales="steps"),
+        # IQ4_NL, IQ4_XS, MXFP4
+        Format("iq4-32", 4, GROUP, values=_IQ4),
+        Format("iq4-32-steps", 4, GROUP, scales="steps", values=_IQ4),
+        Format("mxfp4-32", 4, GROUP, scales="exponents", values=_FP4),
         # parameters whose tensors have different formats
         Format("int8-16-wide", 8, 16, scales="float"),
         Format("int4-32-min", 4, GROUP, scales="float", mins=True),

@@ -63,10 +63,11 @@ def quantise_rows(x: Tensor, groups: list[tuple[int, int]]) -> tuple[Tensor, Ten
 def quantise_weight(
     weight: Tensor, form: Format, groups: list[tuple[int, int]]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Quantize a weight [rows, K] to codes int8 [rows, K] (of 4 bits: -8 to 7), scales float32
+    """Quantize a weight [rows, K] to codes int8 [rows, K] (`Format.range`), scales float32
     [rows, groups], and their steps if the format has steps. Scales are rounded as the format stores
     them. Non-finite numbers make a scale NaN, or all scales with the same step.
     """
+    low, high = form.range
     xp, weight = namespace(weight), weight.float()
     codes = xp.zeros(weight.shape, dtype=xp.int8, device=weight.device)
     scales = weight.new_zeros((len(weight), len(groups)))
@@ -77,23 +78,39 @@ def quantise_weight(
         known = (part * 0).sum(dim=1, keepdim=True)
         index = part.abs().argmax(dim=1, keepdim=True)  # the first of several equal ones
         largest = part.gather(1, index)
-        if form.bits == 8:
-            scale = largest.abs() / xp.full_like(largest, MOST)
+        if form.scales == "exponents":  # those of OCP's microscaling
+            scale = _power_below(largest) / (1 << high.bit_length() - 1)
         else:
-            scale = largest / -form.middle
+            scale = largest / xp.full_like(largest, low)
+        if form.bits == 8:
+            scale = scale.abs()
         scales[:, g : g + 1] = xp.where(largest.abs() > TINY, scale, 0.0) + known
     steps = None
     if form.scales == "half":
         scales = scales.to(xp.float16).float()
     if form.scales == "steps":
         scales, steps = _in_steps(scales, form)
-    low, high = (-MOST, MOST) if form.bits == 8 else (-form.middle, form.middle - 1)
     for g, (first, last) in enumerate(groups):
         scale = scales[:, g : g + 1]
         inverse = xp.where(scale == 0, 0.0, 1 / scale)
-        whole = xp.round(weight[:, first:last] * inverse).clamp(low, high)
+        numbers = weight[:, first:last] * inverse
+        whole = _nearest(numbers, form) if form.values else xp.round(numbers).clamp(low, high)
         codes[:, first:last] = xp.where(scale * 0 == 0, whole, 0.0).to(xp.int8)
     return codes, scales, steps
+
+
+def _power_below(numbers: Tensor) -> Tensor:
+    """Return the largest powers of two up to the magnitudes of float32 numbers."""
+    xp = namespace(numbers)
+    return (numbers.contiguous().view(xp.int32) & 0x7F800000).view(xp.float32)
+
+
+def _nearest(numbers: Tensor, form: Format) -> Tensor:
+    """Round to the nearest values of a format, the lower one of two."""
+    xp = namespace(numbers)
+    middles = xp.tensor([(a + b) / 2 for a, b in pairwise(form.values)], device=numbers.device)
+    values = xp.tensor(form.values, device=numbers.device)
+    return values.float()[xp.searchsorted(middles.float(), numbers.contiguous())]
 
 
 def _in_steps(scales: Tensor, form: Format) -> tuple[Tensor, Tensor]:
@@ -120,7 +137,8 @@ class Codes:
     """A quantized weight as plain arrays.
 
     Attributes:
-        codes: int8 [rows, K], -8 to 7 for formats of 4 bits without a minimum.
+        codes: int8 [rows, K], -8 to 7 for formats of 4 bits without a minimum, or the values of the
+            format.
         scales: float32 [rows, groups].
         form: Format of the weight.
         bounds: Bounds of its segments.
@@ -166,8 +184,7 @@ class Codes:
         if self.steps is None:
             return part
         if start % STEP:
-            form = widest([self.form], columns=1)
-            return replace(part, form=form, steps=None, min_steps=None)
+            return widened(part, widest([self.form], columns=1), part.bounds)
         steps = slice(start // STEP, -(-stop // STEP))
         min_steps = None if self.min_steps is None else self.min_steps[:, steps]
         return replace(part, steps=self.steps[:, steps], min_steps=min_steps)
@@ -191,6 +208,8 @@ def unpacked(data: Tensor, columns: int, form: Format) -> Tensor:
         return data[:, :columns].view(xp.int8)
     pairs = data[:, : -(-columns // 2)]
     codes = xp.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :columns]
+    if form.values:
+        return xp.tensor(form.values, dtype=xp.int8, device=data.device)[codes.int()]
     return codes.view(xp.int8) - (0 if form.mins else form.middle)
 
 
@@ -200,6 +219,9 @@ def packed(codes: Tensor, form: Format) -> Tensor:
     if form.bits != 4:
         return codes.view(xp.uint8)
     moved = codes if form.mins else codes + form.middle
+    if form.values:
+        values = xp.tensor(form.values, dtype=xp.float32, device=codes.device)
+        moved = xp.searchsorted(values, codes.float()).to(xp.int8)
     pairs = with_columns(moved, -(-codes.shape[1] // 2) * 2).view(xp.uint8)
     return pairs[:, ::2] | pairs[:, 1::2] << 4
 

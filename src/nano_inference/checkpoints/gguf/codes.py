@@ -9,13 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nano_inference.ops.formats import FORMATS
+
 Bytes = np.ndarray  # uint8 [rows, blocks, bytes of a block]
 
 
 class Blocks(NamedTuple):
     """Contents of some rows of blocks."""
 
-    codes: np.ndarray  # int8 [rows, columns]; 4-bit codes are -8 to 7, or 0 to 15 with minima
+    codes: np.ndarray  # int8 [rows, columns]; 4-bit codes are -8 to 7, or 0 to 15 with minima,
+    # or the numbers of a table
     scales: np.ndarray  # float16 or float32 [rows, groups]
     mins: np.ndarray | None = None  # float32 [rows, groups]
     steps: np.ndarray | None = None  # float32 [rows, blocks]: scales are multiples of them
@@ -115,6 +118,32 @@ def _q6_k(blocks: Bytes) -> Blocks:
     return Blocks(_rows(codes.astype(np.int8) - 32), scales.reshape(len(blocks), -1), steps=steps)
 
 
+# Numbers of 4-bit codes. MXFP4 has two zeros, and the numbers are doubled.
+_IQ4 = np.array(FORMATS["iq4-32"].values, np.int8)
+_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+
+def _iq4_nl(blocks: Bytes) -> Blocks:
+    return Blocks(_rows(_IQ4[_nibbles(blocks[..., 2:])]), _halves(blocks, 0))
+
+
+def _iq4_xs(blocks: Bytes) -> Blocks:
+    codes = _nibbles(blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16))
+    group = np.arange(8, dtype=np.uint8)
+    low = blocks[..., 4:8].repeat(2, axis=-1) >> group % 2 * 4 & 15
+    high = blocks[..., 2:4].repeat(4, axis=-1) >> group % 4 * 2 & 3
+    steps = _halves(blocks, 0).astype(np.float32)
+    scales = ((low | high << 4).astype(np.float32) - 32) * steps[..., None]
+    return Blocks(_rows(_IQ4[codes]), scales.reshape(len(blocks), -1), steps=steps)
+
+
+def _mxfp4(blocks: Bytes) -> Blocks:
+    powers = blocks[..., 0].astype(np.int32)
+    scales = np.ldexp(np.float32(1), powers - 128)  # half of 2^(power - 127)
+    scales = np.where(powers == 255, np.float32(np.nan), scales)
+    return Blocks(_rows(_FP4[_nibbles(blocks[..., 1:])]), scales)
+
+
 KINDS = {
     "Q8_0": Kind("int8-32", 32, _q8_0),
     "Q4_0": Kind("int4-32", 32, _q4_0),
@@ -124,6 +153,9 @@ KINDS = {
     "Q4_K": Kind("int4-32-steps", 256, _q4_k),
     "Q5_K": Kind("int5-32-steps", 256, _q5_k),
     "Q6_K": Kind("int6-16-steps", 256, _q6_k),
+    "IQ4_NL": Kind("iq4-32", 32, _iq4_nl),
+    "IQ4_XS": Kind("iq4-32-steps", 256, _iq4_xs),
+    "MXFP4": Kind("mxfp4-32", 32, _mxfp4),
 }
 
 

@@ -58,7 +58,10 @@ LAYOUTS = {
     12: Layout("Q4_K", 256, 144),
     13: Layout("Q5_K", 256, 176),
     14: Layout("Q6_K", 256, 210),
+    20: Layout("IQ4_NL", 32, 18),
+    23: Layout("IQ4_XS", 256, 136),
     30: Layout("BF16", 1, 2),
+    39: Layout("MXFP4", 32, 17),
 }
 
 

@@ -21,6 +21,7 @@ _TYPES: dict[str, Any] = {
     "void": None,
     "bool": ctypes.c_bool,
     "int": ctypes.c_int,
+    "int8_t": ctypes.c_int8,
     "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
     "float": ctypes.c_float,

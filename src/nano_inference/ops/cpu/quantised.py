@@ -13,7 +13,8 @@ from nano_inference.ops.stacked import StackedWeight
 from nano_inference.ops.stored_rows import count_rows, require_rows
 
 Quantised, Segments = struct("Quantised"), struct("Segments")
-SCALES = ("half", "float", "steps")  # Scales of quantised.h
+VALUES = 16  # numbers of a table
+SCALES = ("half", "float", "steps", "exponents")  # Scales of quantised.h
 MOST_COLUMNS = 2**31 // 128**2  # products of codes are summed in 32 bits
 
 
@@ -58,6 +59,7 @@ class QuantisedWeight(CpuWeight):
             segment_bounds,
             -(-rows // LANES),
             None,
+            (*form.values, *form.values[-1:] * (VALUES - len(form.values))),
         )
         # address of the structure that describes the weight to the kernels, not moved by updates
         self.codes = ctypes.addressof(self._struct)
@@ -188,7 +190,7 @@ def _scale_bytes(form: Format, num_groups: int) -> int:
     if form.scales == "steps":
         each = form.groups_per_step
         return -(-num_groups // each) * (2 + each)
-    return num_groups * (2 if form.scales == "half" else 4)
+    return num_groups * {"half": 2, "float": 4, "exponents": 1}[form.scales]
 
 
 def _aligned(size: int) -> int:

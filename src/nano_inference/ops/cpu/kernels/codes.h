@@ -6,13 +6,15 @@
 //   Line   lload(p): 64 codes   lstore(p, w)   lbytes(w): unsigned bytes   llow(w), lhigh(w): the halves of their bytes, 0 to 15
 //          lor(a, b)   lbits<shift, mask>(w): bits of each byte, moved left by shift (right if negative), under a mask
 //   Quad   qdup(x): four input codes, -127 to 127, in all lanes
+//   Table  tload(p): 16 numbers   Line tlook(table, w): the numbers of 64 codes of 4 bits
 //   Halves hzero()   hdot4(halves, w, x): like sdot8 with w of 0 to 63, at most MOST_QUADS<bits of w> times
 //   Line   at_once(w): w, computed here
 //   Counts  nload(p): 16 int8
 //   Sums   add_times(sums, halves, n): sums + halves * n, where n is Counts, or One()
+//   Sums   stimes(sums, p): lane i * p[i], 16 int8
 //   Couples  pload(p, q): 16 int8 of each   pdot2(sums, couples, t): lane i += p[i] * t[0] + q[i] * t[1], of 16 bits
 //   Sums   sminus(a, b): a - b   sshift<bits>(a)
-//   Vec    vof(sums)   vof_half(p): 16 float16
+//   Vec    vof(sums)   vof_half(p): 16 float16   vof_exponents(p): 16 exponents of floats
 #pragma once
 #include "simd.h"
 
@@ -48,6 +50,12 @@ inline uint16_t to_half(float x) {
   return uint16_t(sign | ((size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13));
 }
 
+inline Vec vof_exponents(const uint8_t* p) {
+  bf16 halves[LANES];
+  for (int i = 0; i < LANES; i++) halves[i] = bf16(p[i] << 7);
+  return vwiden(halves);
+}
+
 struct One {};
 
 #if defined(NANO_AVX512) && defined(NANO_VNNI)
@@ -67,6 +75,9 @@ inline Line lbytes(Line w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128));
 inline Line llow(Line w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 inline Line lhigh(Line w) { return llow(_mm512_srli_epi16(w, 4)); }
 inline Line lor(Line a, Line b) { return _mm512_or_si512(a, b); }
+using Table = __m512i;
+inline Table tload(const int8_t* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Line tlook(Table table, Line w) { return _mm512_shuffle_epi8(table, w); }
 template <int shift, int mask>
 inline Line lbits(Line w) {
   if constexpr (shift > 0) w = _mm512_slli_epi16(w, shift);
@@ -86,6 +97,7 @@ inline Line at_once(Line w) { return w; }
 inline Vec vof(Sums sums) { return _mm512_cvtepi32_ps(sums); }
 using Counts = __m512i;
 inline Counts nload(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Sums stimes(Sums sums, const int8_t* p) { return _mm512_mullo_epi32(sums, nload(p)); }
 inline Sums add_times(Sums sums, Halves halves, Counts n) { return sadd(sums, _mm512_mullo_epi32(halves, n)); }
 inline Sums add_times(Sums sums, Halves halves, One) { return sadd(sums, halves); }
 using Couples = __m512i;
@@ -128,6 +140,9 @@ inline Line llow(Line w) {
 }
 inline Line lhigh(Line w) { return llow({_mm256_srli_epi16(w.lo, 4), _mm256_srli_epi16(w.hi, 4)}); }
 inline Line lor(Line a, Line b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+using Table = __m256i;
+inline Table tload(const int8_t* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Line tlook(Table table, Line w) { return {_mm256_shuffle_epi8(table, w.lo), _mm256_shuffle_epi8(table, w.hi)}; }
 template <int shift, int mask>
 inline Line lbits(Line w) {
   if constexpr (shift > 0) w = {_mm256_slli_epi16(w.lo, shift), _mm256_slli_epi16(w.hi, shift)};
@@ -188,6 +203,10 @@ inline Sums add_times(Sums sums, Halves halves, Counts n) {
 inline Sums add_times(Sums sums, Halves halves, One) { return sadd(sums, {widened(halves.lo), widened(halves.hi)}); }
 #endif
 
+inline Sums stimes(Sums sums, const int8_t* p) {
+  const __m128i n = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_mullo_epi32(sums.lo, _mm256_cvtepi8_epi32(n)), _mm256_mullo_epi32(sums.hi, _mm256_cvtepi8_epi32(_mm_srli_si128(n, 8)))};
+}
 using Couples = Sums;
 inline Couples pload(const int8_t* p, const int8_t* q) {
   const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
@@ -252,6 +271,18 @@ inline Line lor(Line a, const Line& b) {
   for (int i = 0; i < 4 * LANES; i++) a.at[i] |= b.at[i];
   return a;
 }
+struct Table {
+  int8_t at[16];
+};
+inline Table tload(const int8_t* p) {
+  Table out;
+  memcpy(out.at, p, sizeof(out.at));
+  return out;
+}
+inline Line tlook(const Table& table, Line w) {
+  for (auto& each : w.at) each = table.at[each & 15];
+  return w;
+}
 template <int shift, int mask>
 inline Line lbits(Line w) {
   for (auto& each : w.at) each = int8_t((shift > 0 ? uint8_t(each) << (shift > 0 ? shift : 0) : uint8_t(each) >> (shift < 0 ? -shift : 0)) & mask);
@@ -272,6 +303,10 @@ inline Counts nload(const int8_t* p) {
   Counts out;
   for (int i = 0; i < LANES; i++) out.at[i] = p[i];
   return out;
+}
+inline Sums stimes(Sums sums, const int8_t* p) {
+  for (int i = 0; i < LANES; i++) sums.at[i] *= p[i];
+  return sums;
 }
 inline Sums add_times(Sums sums, const Halves& halves, const Counts& n) {
   for (int i = 0; i < LANES; i++) sums.at[i] += halves.at[i] * n.at[i];

@@ -100,13 +100,31 @@ class Inputs {
   std::vector<int16_t> part_totals_;
 };
 
-// Add the products of HEIGHT rows and `count` quads of one panel to sums: codes of 8 bits.
+// Add the products of HEIGHT rows and a quad to sums: codes with a sign, of 8 bits.
+template <int HEIGHT>
+INLINE inline void add_quad(Sums (&sums)[HEIGHT], Line line, const int8_t* x, int64_t ldx) {
+  const Line bytes = lbytes(line);
+  UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sdot8(sums[i], line, bytes, qdup(x + i * ldx));
+}
+
+// Add the products over `count` quads of one panel.
 template <int HEIGHT>
 INLINE inline void add_quads(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx, int64_t count) {
   UNROLL for (int64_t k = 0; k < count; k++) {
-    const Line line = lload(w + k * LINE), bytes = lbytes(line);
+    const Line line = lload(w + k * LINE);
     fetch(w + (k + LINES_AHEAD) * LINE);
-    UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sdot8(sums[i], line, bytes, qdup(x + i * ldx + k * QUAD));
+    add_quad<HEIGHT>(sums, line, x + k * QUAD, ldx);
+  }
+}
+
+// Add the products over a unit whose codes stand for numbers of a table.
+template <int HEIGHT>
+INLINE inline void add_numbers(Sums (&sums)[HEIGHT], const int8_t* unit, Table table, const int8_t* x, int64_t ldx) {
+  UNROLL for (int64_t j = 0; j < 4; j++) {
+    const Line both = lload(unit + j * LINE);
+    fetch(unit + (j + LINES_AHEAD) * LINE);
+    add_quad<HEIGHT>(sums, tlook(table, llow(both)), x + 2 * j * QUAD, ldx);
+    add_quad<HEIGHT>(sums, tlook(table, lhigh(both)), x + (2 * j + 1) * QUAD, ldx);
   }
 }
 
@@ -171,13 +189,22 @@ INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* codes, int64_t 
 }
 
 // Storage format of a weight as compile-time constants.
-template <int BITS_, int64_t GROUP_, Scales SCALES_, bool MINS_>
+template <int BITS_, int64_t GROUP_, Scales SCALES_, bool MINS_, bool TABLE_ = false>
 struct Format {
-  static constexpr int BITS = BITS_, MIDDLE = BITS == 8 ? 0 : 1 << (BITS - 1);
+  static constexpr bool TABLE = TABLE_, SIGNED = BITS_ == 8 || TABLE;
+  static constexpr int BITS = BITS_, MIDDLE = SIGNED ? 0 : 1 << (BITS - 1);
   static constexpr int64_t GROUP = GROUP_;
   static constexpr Scales SCALES = SCALES_;
   static constexpr bool MINS = MINS_;
 };
+
+// Add the products over group g of codes with a sign.
+template <int HEIGHT, class F, bool UNPACKED>
+INLINE inline void add_signed(Sums (&sums)[HEIGHT], const int8_t* codes, Table table, int64_t g, const int8_t* x, int64_t ldx) {
+  static_assert(!F::TABLE || (F::BITS == 4 && F::GROUP == 32), "a group is a unit");
+  if constexpr (F::TABLE && !UNPACKED) add_numbers<HEIGHT>(sums, codes + g * F::BITS * LINE, table, x, ldx);
+  else add_quads<HEIGHT>(sums, codes + g * (F::GROUP / QUAD) * LINE, x, ldx, F::GROUP / QUAD);
+}
 
 // Scales or minima of a panel, one per group.
 template <class F>
@@ -187,11 +214,12 @@ class PanelScales {
       : at_(static_cast<const char*>(scales) + panel * w.num_groups() * LANES * SIZE) {}
   INLINE inline Vec operator()(int64_t g) const {
     if constexpr (F::SCALES == Scales::FLOAT) return vload(reinterpret_cast<const float*>(at_) + g * LANES);
+    else if constexpr (F::SCALES == Scales::EXPONENTS) return vof_exponents(reinterpret_cast<const uint8_t*>(at_) + g * LANES);
     else return vof_half(reinterpret_cast<const uint16_t*>(at_) + g * LANES);
   }
 
  private:
-  static constexpr int64_t SIZE = F::SCALES == Scales::FLOAT ? 4 : 2;
+  static constexpr int64_t SIZE = F::SCALES == Scales::FLOAT ? 4 : F::SCALES == Scales::EXPONENTS ? 1 : 2;
   const char* at_;
 };
 
@@ -231,14 +259,15 @@ INLINE inline void add_groups(Vec (&totals)[HEIGHT], const Quantised& w, int64_t
   const int64_t ldx = inputs.num_quads() * QUAD;
   const int8_t* x = inputs.codes(row);
   const PanelScales<F> scales(w.scales, panel, w), mins(w.mins, panel, w);
+  [[maybe_unused]] const Table table = tload(w.values);
   for (int64_t g = first; g < last; g++) {
     Sums sums[HEIGHT];
-    if constexpr (F::BITS < 8) {
+    if constexpr (!F::SIGNED) {
       UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = Sums(hzero());
       add_group<HEIGHT, F::BITS, UNPACKED, GROUP>(sums, codes, g, x + g * GROUP, ldx, One());
     } else {
       UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sstart(inputs.total(row + i, g));
-      if constexpr (GROUP > 0) add_quads<HEIGHT>(sums, codes + g * (GROUP / QUAD) * LINE, x + g * GROUP, ldx, GROUP / QUAD);
+      if constexpr (GROUP > 0) add_signed<HEIGHT, F, UNPACKED>(sums, codes, table, g, x + g * GROUP, ldx);
       else add_quads<HEIGHT>(sums, codes + start / QUAD * LINE, x + start, ldx, (end - start + QUAD - 1) / QUAD);
     }
     const Vec factors = scales(g);
@@ -254,14 +283,14 @@ INLINE inline void add_step(Vec* totals, const Sums* sums, int height, const Inp
   const PanelSteps<F>& numbers = F::MINS ? mins : scales;
   Sums least[MOST_HEIGHT];  // sums of the input's codes, times minima or scales
   UNROLL for (int i = 0; i < height; i++) least[i] = Sums(hzero());
-  for (int64_t g = t * EACH; g < std::min((t + 1) * EACH, groups); g += 2) {
+  for (int64_t g = t * EACH; (F::MINS || F::MIDDLE) && g < std::min((t + 1) * EACH, groups); g += 2) {
     const Couples couples = pload(numbers.numbers(g), numbers.numbers(g + 1));
     UNROLL for (int i = 0; i < height; i++) least[i] = pdot2(least[i], couples, inputs.part_totals(row + i) + g);
   }
   const Vec step = scales.step(t), min_step = numbers.step(t);
   UNROLL for (int i = 0; i < height; i++) {
     const Vec own = vset(inputs.scale(row + i, t));
-    const Sums whole = F::MINS ? sums[i] : sminus(sums[i], sshift<F::BITS - 1>(least[i]));
+    const Sums whole = F::MINS || !F::MIDDLE ? sums[i] : sminus(sums[i], sshift<F::BITS - 1>(least[i]));
     totals[i] = vadd(totals[i], vmul(vof(whole), vmul(own, step)));
     if constexpr (F::MINS) totals[i] = vsub(totals[i], vmul(vof(least[i]), vmul(own, min_step)));
   }
@@ -275,11 +304,20 @@ INLINE inline void add_steps(Vec (&totals)[HEIGHT], const Quantised& w, int64_t 
   const int64_t ldx = inputs.num_quads() * QUAD, groups = w.num_groups();
   const int8_t* x = inputs.codes(row);
   const PanelSteps<F> scales(w.scales, panel, w), mins(w.mins, panel, w);
+  [[maybe_unused]] const Table table = tload(w.values);
   for (int64_t t = first / EACH; t < (last + EACH - 1) / EACH; t++) {
     Sums sums[HEIGHT];
     UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = Sums(hzero());
-    for (int64_t g = t * EACH; g < std::min((t + 1) * EACH, last); g++)
-      add_group<HEIGHT, F::BITS, UNPACKED, GROUP>(sums, codes, g, x + g * GROUP, ldx, nload(scales.numbers(g)));
+    for (int64_t g = t * EACH; g < std::min((t + 1) * EACH, last); g++) {
+      if constexpr (F::SIGNED) {
+        Sums own[HEIGHT];
+        UNROLL for (int i = 0; i < HEIGHT; i++) own[i] = sstart(inputs.part_totals(row + i)[g]);
+        add_signed<HEIGHT, F, UNPACKED>(own, codes, table, g, x + g * GROUP, ldx);
+        UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sadd(sums[i], stimes(own[i], scales.numbers(g)));
+      } else {
+        add_group<HEIGHT, F::BITS, UNPACKED, GROUP>(sums, codes, g, x + g * GROUP, ldx, nload(scales.numbers(g)));
+      }
+    }
     add_step<F>(totals, sums, HEIGHT, inputs, row, t, groups, scales, mins);
   }
 }
@@ -327,7 +365,8 @@ void tile_of(int height, const Quantised& w, int64_t panel, const int8_t* codes,
 
 template <class F>
 bool has_format(const Quantised& w) {
-  return w.bits == F::BITS && w.group == F::GROUP && w.scaling == int64_t(F::SCALES) && (w.mins != nullptr) == F::MINS;
+  return w.bits == F::BITS && w.group == F::GROUP && w.scaling == int64_t(F::SCALES) && (w.mins != nullptr) == F::MINS &&
+         w.has_table() == F::TABLE;
 }
 
 // Call use(format) with the weight's format, one of these. Return false for any other format.
@@ -340,10 +379,11 @@ struct Formats {
 };
 template <class Use>
 bool with_format(const Quantised& w, Use use) {
-  constexpr Scales HALF = Scales::HALF, FLOAT = Scales::FLOAT, STEPS = Scales::STEPS;
+  constexpr Scales HALF = Scales::HALF, FLOAT = Scales::FLOAT, STEPS = Scales::STEPS, EXPONENTS = Scales::EXPONENTS;
   using Known = Formats<Format<4, 128, FLOAT, true>, Format<4, 128, FLOAT, false>, Format<4, 64, FLOAT, true>,
                         Format<4, 64, FLOAT, false>, Format<4, 32, FLOAT, true>, Format<4, 32, FLOAT, false>,
                         Format<4, 32, HALF, true>, Format<4, 32, HALF, false>, Format<4, 32, STEPS, true>,
+                        Format<4, 32, HALF, false, true>, Format<4, 32, STEPS, false, true>, Format<4, 32, EXPONENTS, false, true>,
                         Format<5, 32, HALF, true>, Format<5, 32, HALF, false>, Format<5, 32, STEPS, true>,
                         Format<6, 16, STEPS, false>, Format<8, 128, FLOAT, false>, Format<8, 16, FLOAT, true>,
                         Format<8, 16, FLOAT, false>, Format<8, 32, FLOAT, true>, Format<8, 32, HALF, false>,
@@ -363,11 +403,16 @@ inline void unpack_unit(const int8_t* unit, int8_t* bytes, std::integer_sequence
   (lstore(bytes + Q * LINE, quad_of<BITS, false, Q>(unit)), ...);
 }
 
+template <int... Q>
+inline void look_up_unit(const int8_t* unit, int8_t* bytes, Table table, std::integer_sequence<int, Q...>) {
+  (lstore(bytes + Q * LINE, tlook(table, quad_of<4, false, Q>(unit))), ...);
+}
+
 struct alignas(64) Unit {
   int8_t bytes[8 * LINE];
 };
 
-// Return the codes of a panel as bytes. Codes of fewer than 8 bits are unpacked to `memory`.
+// Return the codes of a panel, or their numbers, as bytes. Codes of fewer than 8 bits are unpacked to `memory`.
 inline const int8_t* bytes_of(const Quantised& w, int64_t panel, std::vector<Unit>& memory) {
   const int64_t quads = w.num_quads();
   const int8_t* codes = codes_of(w, panel);
@@ -378,7 +423,8 @@ inline const int8_t* bytes_of(const Quantised& w, int64_t panel, std::vector<Uni
     int8_t* bytes = memory[size_t(unit)].bytes;
     for (int64_t j = 0; j < w.bits; j++) fetch(from + (j + LINES_AHEAD) * LINE);
     constexpr auto EIGHT = std::make_integer_sequence<int, 8>();
-    if (w.bits == 4) unpack_unit<4>(from, bytes, EIGHT);
+    if (w.has_table()) look_up_unit(from, bytes, tload(w.values), EIGHT);
+    else if (w.bits == 4) unpack_unit<4>(from, bytes, EIGHT);
     if (w.bits == 5) unpack_unit<5>(from, bytes, EIGHT);
     if (w.bits == 6) unpack_unit<6>(from, bytes, EIGHT);
   }
@@ -650,8 +696,15 @@ float load_scale(const Quantised& weight, const void* scales, int64_t row, int64
   const int64_t lane = row % LANES, place = (row / LANES * weight.num_groups() + g) * LANES + lane;
   if (weight.scaling == int64_t(Scales::FLOAT)) return static_cast<const float*>(scales)[place];
   if (weight.scaling == int64_t(Scales::HALF)) return of_half(static_cast<const uint16_t*>(scales)[place]);
+  if (weight.scaling == int64_t(Scales::EXPONENTS)) return widen1(bf16(static_cast<const uint8_t*>(scales)[place] << 7));
   const char* record = record_of(weight, scales, row, g);
   return of_half(reinterpret_cast<const uint16_t*>(record)[lane]) * float(int8_t(record[(2 + g % groups_per_step(weight)) * LANES + lane]));
+}
+
+uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
 }
 
 // Store the scales or minima of a row. With steps, each must be a multiple of its step.
@@ -663,6 +716,8 @@ void store_scales(const Quantised& weight, const void* scales, int64_t row, cons
       static_cast<float*>(const_cast<void*>(scales))[place] = values[g];
     } else if (weight.scaling == int64_t(Scales::HALF)) {
       static_cast<uint16_t*>(const_cast<void*>(scales))[place] = to_half(values[g]);
+    } else if (weight.scaling == int64_t(Scales::EXPONENTS)) {
+      static_cast<uint8_t*>(const_cast<void*>(scales))[place] = uint8_t(bits_of(values[g]) >> 23);
     } else {
       const float step = steps[g / groups_per_step(weight)];
       char* record = record_of(weight, scales, row, g);
@@ -673,7 +728,8 @@ void store_scales(const Quantised& weight, const void* scales, int64_t row, cons
   }
 }
 
-// Store row n in the panel that holds it. `codes` are whole quads; `base` is added to codes of fewer than 8 bits.
+// Store row n in the panel that holds it. `codes` are whole quads, of numbers if there is a table; `base` is added to codes
+// of fewer than 8 bits.
 void store_codes(const Quantised& weight, int64_t n, const int8_t* codes, int base) {
   const int64_t quads = weight.num_quads(), panel = n / LANES, lane = n % LANES, bits = weight.bits;
   auto* out = static_cast<uint8_t*>(const_cast<void*>(weight.codes));
@@ -681,11 +737,16 @@ void store_codes(const Quantised& weight, int64_t n, const int8_t* codes, int ba
     for (int64_t q = 0; q < quads; q++) memcpy(out + ((panel * quads + q) * LANES + lane) * QUAD, codes + q * QUAD, QUAD);
     return;
   }
+  uint8_t places[256] = {};  // of numbers in the table
+  for (int i = 15; weight.has_table() && i >= 0; i--) places[uint8_t(weight.values[i])] = uint8_t(i);
   for (int64_t unit = 0; unit < quads / 8; unit++) {
     uint8_t* lines = out + (panel * quads / 8 + unit) * bits * LINE + lane * QUAD;
     for (int64_t c = 0; c < QUAD; c++) {
       int each[8];
-      for (int64_t q = 0; q < 8; q++) each[q] = codes[(unit * 8 + q) * QUAD + c] + base;
+      for (int64_t q = 0; q < 8; q++) {
+        const int8_t code = codes[(unit * 8 + q) * QUAD + c];
+        each[q] = weight.has_table() ? places[uint8_t(code)] : code + base;
+      }
       for (int64_t j = 0; j < 4; j++) lines[j * LINE + c] = uint8_t((each[2 * j] & 15) | (each[2 * j + 1] & 15) << 4);
       for (int64_t line = 4; line < bits; line++) {
         int high = 0;
@@ -711,7 +772,24 @@ int load_code(const Quantised& weight, int64_t row, int64_t k) {
   return weight.bits == 6 ? low | (lines[(4 + q / 4) * LINE] >> 2 * (q % 4) & 3) << 4 : low;
 }
 
-int middle_of(const Quantised& weight) { return weight.bits == 8 ? 0 : 1 << (weight.bits - 1); }
+int middle_of(const Quantised& weight) { return weight.bits == 8 || weight.has_table() ? 0 : 1 << (weight.bits - 1); }
+
+// Return the largest power of two up to the magnitude of x.
+float power_below(float x) {
+  const uint32_t bits = bits_of(x) & 0x7f800000;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Round numbers times `inverse` to the nearest values of a table, the lower one of two.
+void round_to_values(const float* x, int64_t count, float inverse, const int8_t* values, int8_t* codes) {
+  for (int64_t k = 0; k < count; k++) {
+    const float number = x[k] * inverse;
+    codes[k] = values[0];
+    for (int i = 0; i < 15; i++)
+      if (number > float(values[i] + values[i + 1]) / 2.f) codes[k] = values[i + 1];
+  }
+}
 
 // Round the scales of a row away from 0 to whole steps, and compute these.
 void in_steps(const Quantised& weight, std::vector<float>& scales, std::vector<float>& steps) {
@@ -736,7 +814,8 @@ void quantise(const S* source, const Quantised& weight, int64_t start, int64_t c
   const Groups groups(weight);
   const int64_t quads = weight.num_quads(), num_groups = weight.num_groups(), each = groups_per_step(weight);
   const int middle = middle_of(weight);
-  const float low = middle ? float(-middle) : -MOST, high = middle ? float(middle - 1) : MOST;
+  const float low = weight.has_table() ? weight.values[0] : middle ? float(-middle) : -MOST;
+  const float high = middle ? float(middle - 1) : MOST;
   std::vector<float> row(size_t(columns), 0.f), scales(size_t(num_groups), 0.f);
   std::vector<float> steps(size_t((num_groups + each - 1) / each), 0.f);
   std::vector<int8_t> codes(size_t(quads * QUAD));
@@ -748,7 +827,9 @@ void quantise(const S* source, const Quantised& weight, int64_t start, int64_t c
       const float* part = row.data() + first;
       const Range range = range_of(part, size);
       float scale = range.largest > TINY ? range.largest / MOST : 0.f;
-      if (middle) {
+      if (weight.scaling == int64_t(Scales::EXPONENTS)) {
+        scale = range.largest > TINY ? power_below(range.largest) / power_below(weight.values[15]) : 0.f;
+      } else if (weight.bits < 8) {
         float largest = 0.f;  // with its sign; the first of several equal ones
         for (int64_t k = 0; k < size && largest == 0.f; k++)
           if (std::fabs(part[k]) == range.largest) largest = part[k];
@@ -761,7 +842,10 @@ void quantise(const S* source, const Quantised& weight, int64_t start, int64_t c
     for (int64_t g = 0; g < num_groups; g++) {
       const int64_t first = groups.first(g), size = groups.last(g) - first;
       const float scale = scales[size_t(g)];
-      if (scale * 0.f == 0.f) round_codes(row.data() + first, size, scale == 0.f ? 0.f : 1.f / scale, low, high, codes.data() + first);
+      const float inverse = scale == 0.f ? 0.f : 1.f / scale;
+      if (scale * 0.f != 0.f) continue;
+      if (weight.has_table()) round_to_values(row.data() + first, size, inverse, weight.values, codes.data() + first);
+      else round_codes(row.data() + first, size, inverse, low, high, codes.data() + first);
     }
     store_scales(weight, weight.scales, n, scales.data(), steps.data());
     if (weight.mins) {
@@ -783,7 +867,8 @@ void dequantise(const Quantised& weight, int64_t row, int64_t columns, float sca
     const float own = load_scale(weight, weight.scales, row, g);
     const float least = weight.mins ? load_scale(weight, weight.mins, row, g) : 0.f;
     for (int64_t k = groups.first(g); k < groups.last(g); k++) {
-      out[k] = float(load_code(weight, row, k) - base) * own;
+      const int code = load_code(weight, row, k);
+      out[k] = float(weight.has_table() ? weight.values[code] : code - base) * own;
       if (weight.mins) out[k] -= least;
       if (scale != 1.f) out[k] *= scale;
     }
