@@ -38,7 +38,7 @@ def numbers(spec: StateSpec, dtype: torch.dtype) -> tuple[Tensor, Any]:
         conv, bias = draw(48, 1, 3).to(dtype), draw(48).to(dtype)
         return draw(sum(LENGTHS), 3 * 48), ShortConvWeights(conv, bias)
     conv, norm = draw(spec.channels, 1, 4).to(dtype), draw(48).to(dtype)
-    weights = DeltaWeights(conv, draw(4), draw(4), norm, 1e-5, 2, 4, 32, 48)
+    weights = DeltaWeights(conv, draw(4), draw(4), norm, 1e-5, 2, 4, 32, 48, in_tiles=False)
     return draw(sum(LENGTHS), spec.channels + spec.value_width + 2 * 4), weights
 
 
