@@ -21,6 +21,12 @@ Config = Mapping[str, Any]
 # Converters derived from `LlamaModel` reorder query and key rows. Gemma's store norms as 1 + w.
 PERMUTED = frozenset({"llama", "granite", "granitemoe", "mistral3", "smollm3"})
 PLUS_ONE = frozenset({"gemma", "gemma2", "gemma3", "qwen35"})
+MTP = {
+    "mtp.fc.weight": "eh_proj",
+    "mtp.pre_fc_norm_embedding.weight": "enorm",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm",
+    "mtp.norm.weight": "shared_head_norm",
+}
 TOKEN_IDS = {f"tokenizer.ggml.{key}_token_id": i for i, key in enumerate(("padding", "bos", "eos"))}
 
 
@@ -40,7 +46,7 @@ def hf_to_gguf(
         folder: Folder with config.json and safetensors files.
         path: Path of the new file.
         architecture: GGUF's name of the architecture.
-        matrices: Quantisation of all tensors but vectors. None: no quantisation.
+        matrices: Quantisation of all tensors but vectors and convolutions. None: no quantisation.
         experts: Quantisation of stacked expert tensors only. None: no quantisation.
         others: Quantisation of the matrices whose names hold a word, by that word.
         extra: Metadata outside the architecture's namespace.
@@ -53,7 +59,7 @@ def hf_to_gguf(
     types = {
         name: matrices
         for name, tensor in tensors.items()
-        if matrices is not None and tensor.ndim > 1
+        if matrices is not None and tensor.ndim > 1 and "conv1d" not in name
     }
     if experts is not None:
         types |= {name: experts for name, tensor in tensors.items() if tensor.ndim > 2}
@@ -67,7 +73,7 @@ def hf_to_gguf(
 def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
     """Return a checkpoint's tensors under GGUF's names, with GGUF's values."""
     (code,) = (code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(code, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(code, config["num_hidden_layers"] + 1)
     arrays: Arrays = {}
     if architecture == "deepseek2":
         weights = latents_apart(config, weights)
@@ -75,6 +81,8 @@ def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
         weights = in_tiles(config, weights)
     for name, values in stacked_experts(_apart(architecture, weights)).items():
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if ".nextn." in name:  # not in the table of gguf 0.19
+            gguf_name = name
         assert gguf_name is not None, name
         if architecture in PERMUTED and "q_proj" in name:
             values = permute_rows(values, config["num_attention_heads"])
@@ -95,7 +103,7 @@ def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
 
 def in_tiles(config: Config, weights: Arrays) -> Arrays:
     """Reorder value heads as `_LinearAttentionVReorderBase` does: the first of every key head, then
-    the second, and so on.
+    the second, and so on. `_QwenMtpMixin` appends the layer of multi-token prediction.
     """
     key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     keys = 2 * key_heads * config["linear_key_head_dim"]
@@ -106,7 +114,11 @@ def in_tiles(config: Config, weights: Arrays) -> Arrays:
         return by_head.swapaxes(0, 1).reshape(values.shape)
 
     arrays: Arrays = {}
+    last = config["num_hidden_layers"]
     for name, values in weights.items():
+        name = name.replace("mtp.layers.0.", f"model.layers.{last}.")
+        if name in MTP:
+            name = f"blk.{last}.nextn.{MTP[name]}.weight"
         if re.search(r"in_proj_qkv\.|conv1d\.", name):
             values = np.concatenate((values[:keys], moved(values[keys:])))
         elif re.search(r"in_proj_[zab]\.|\.A_log|\.dt_bias", name):
