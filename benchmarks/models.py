@@ -58,6 +58,19 @@ QWEN35_CONFIG = QWEN_CONFIG | {
     "linear_conv_kernel_dim": 4,
     "partial_rotary_factor": 0.25,
 }
+# Sixteen of the 32 layers of Qwen3.5-4B: 2.4 billion weights. Two value heads share a key head.
+QWEN35_4B_CONFIG = QWEN35_CONFIG | {
+    "hidden_size": 2560,
+    "num_hidden_layers": 16,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "intermediate_size": 9216,
+    "linear_num_value_heads": 32,
+    "vocab_size": 248_320,
+    "max_position_embeddings": 262_144,
+    "rope_theta": 10_000_000.0,
+}
 # Half of Qwen3-30B-A3B's widths, a quarter of its experts: 0.84 billion weights, of which 0.32
 # compute a token.
 MOE_CONFIG = QWEN_CONFIG | {
@@ -101,6 +114,7 @@ RANDOM = {
     "qwen3-4b-random": QWEN_4B_CONFIG,
     "qwen3-30b-a3b-8-layers-random": QWEN_30B_A3B_CONFIG,
     "qwen3.5-0.6b-random": QWEN35_CONFIG,
+    "qwen3.5-4b-16-layers-random": QWEN35_4B_CONFIG,
     "qwen3-moe-0.8b-random": MOE_CONFIG,
 }
 

@@ -19,6 +19,7 @@ def main() -> None:
     from conversion.base import TextModel  # pyright: ignore
 
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "smollm"
+    TextModel.no_mtp = True  # models of random weights have no layer of multi-token prediction
     partial = f"{out}.partial"
     sys.argv = ["convert", model, "--outtype", "bf16", "--outfile", partial]
     convert_hf_to_gguf.main()

@@ -20,7 +20,13 @@ Config = Mapping[str, Any]
 
 # Converters derived from `LlamaModel` reorder query and key rows. Gemma's store norms as 1 + w.
 PERMUTED = frozenset({"llama", "granite", "granitemoe", "mistral3", "smollm3"})
-PLUS_ONE = frozenset({"gemma", "gemma2", "gemma3"})
+PLUS_ONE = frozenset({"gemma", "gemma2", "gemma3", "qwen35"})
+MTP = {
+    "mtp.fc.weight": "eh_proj",
+    "mtp.pre_fc_norm_embedding.weight": "enorm",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm",
+    "mtp.norm.weight": "shared_head_norm",
+}
 TOKEN_IDS = {f"tokenizer.ggml.{key}_token_id": i for i, key in enumerate(("padding", "bos", "eos"))}
 
 
@@ -40,7 +46,7 @@ def hf_to_gguf(
         folder: Folder with config.json and safetensors files.
         path: Path of the new file.
         architecture: GGUF's name of the architecture.
-        matrices: Quantisation of all tensors but vectors. None: no quantisation.
+        matrices: Quantisation of all tensors but vectors and convolutions. None: no quantisation.
         experts: Quantisation of stacked expert tensors only. None: no quantisation.
         others: Quantisation of the matrices whose names hold a word, by that word.
         extra: Metadata outside the architecture's namespace.
@@ -53,7 +59,7 @@ def hf_to_gguf(
     types = {
         name: matrices
         for name, tensor in tensors.items()
-        if matrices is not None and tensor.ndim > 1
+        if matrices is not None and tensor.ndim > 1 and "conv1d" not in name
     }
     if experts is not None:
         types |= {name: experts for name, tensor in tensors.items() if tensor.ndim > 2}
@@ -67,25 +73,61 @@ def hf_to_gguf(
 def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
     """Return a checkpoint's tensors under GGUF's names, with GGUF's values."""
     (code,) = (code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(code, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(code, config["num_hidden_layers"] + 1)
     arrays: Arrays = {}
     if architecture == "deepseek2":
         weights = latents_apart(config, weights)
+    if architecture == "qwen35":
+        weights = in_tiles(config, weights)
     for name, values in stacked_experts(_apart(architecture, weights)).items():
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if ".nextn." in name:  # not in the table of gguf 0.19
+            gguf_name = name
         assert gguf_name is not None, name
         if architecture in PERMUTED and "q_proj" in name:
             values = permute_rows(values, config["num_attention_heads"])
         if architecture in PERMUTED and "k_proj" in name:
             values = permute_rows(values, config["num_key_value_heads"])
-        if architecture in PLUS_ONE and name.endswith("norm.weight"):
+        if architecture in PLUS_ONE and name.endswith("norm.weight") and "_attn.norm" not in name:
             values = values + 1
         # llama.cpp before 2025 wrote a vector here
         values = values[0] if "shared_expert_gate" in name else values
-        arrays[gguf_name] = values[:, 0] if name.endswith("conv.conv.weight") else values
+        arrays[gguf_name] = (
+            values[:, 0] if name.endswith(("conv.conv.weight", "conv1d.weight")) else values
+        )
     rope = _rope(config)
     if rope.get("rope_type") == "llama3":
         arrays["rope_freqs.weight"] = llama3_factors(rope, config["head_dim"])
+    return arrays
+
+
+def in_tiles(config: Config, weights: Arrays) -> Arrays:
+    """Reorder value heads as `_LinearAttentionVReorderBase` does: the first of every key head, then
+    the second, and so on. `_QwenMtpMixin` appends the layer of multi-token prediction.
+    """
+    key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    keys = 2 * key_heads * config["linear_key_head_dim"]
+
+    def moved(values: np.ndarray) -> np.ndarray:
+        """Reorder the heads along axis 0."""
+        by_head = values.reshape(key_heads, heads // key_heads, len(values) // heads, -1)
+        return by_head.swapaxes(0, 1).reshape(values.shape)
+
+    arrays: Arrays = {}
+    last = config["num_hidden_layers"]
+    for name, values in weights.items():
+        name = name.replace("mtp.layers.0.", f"model.layers.{last}.")
+        if name in MTP:
+            name = f"blk.{last}.nextn.{MTP[name]}.weight"
+        if re.search(r"in_proj_qkv\.|conv1d\.", name):
+            values = np.concatenate((values[:keys], moved(values[keys:])))
+        elif re.search(r"in_proj_[zab]\.|\.A_log|\.dt_bias", name):
+            values = moved(values)
+        elif "linear_attn.out_proj" in name:
+            values = np.ascontiguousarray(moved(values.T).T)
+        if name.endswith("A_log"):
+            values = -np.exp(values)
+        arrays[name.replace("dt_bias", "dt_proj.bias")] = values
     return arrays
 
 
@@ -262,6 +304,21 @@ def _glm4(config: Config) -> dict[str, Any]:
     return {"rope.dimension_count": int(_head_dim(config) * _rope(config)["partial_rotary_factor"])}
 
 
+def _qwen35(config: Config) -> dict[str, Any]:
+    """Return the metadata of `Qwen3NextModel` and `_Qwen35MRopeMixin`."""
+    kinds, heads = config["layer_types"], config["linear_num_value_heads"]
+    return _glm4(config) | {
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": config["linear_value_head_dim"] * heads,
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in kinds],
+        "full_attention_interval": 4,
+    }
+
+
 def _gpt_oss(config: Config) -> dict[str, Any]:
     return {
         "attention.sliding_window": config["sliding_window"],
@@ -359,6 +416,7 @@ _EXTRA = {
     "gpt-oss": _gpt_oss,
     "mistral3": _mistral3,
     "glm4": _glm4,
+    "qwen35": _qwen35,
     "olmo2": _windows,
     "exaone4": _windows,
 }

@@ -19,6 +19,7 @@ from nano_inference.checkpoints.gguf.tokenizer import write_tokenizer
 from nano_inference.errors import ModelLoadError
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoints.hf_to_gguf import PLUS_ONE, TOKEN_IDS, hf_to_gguf, tensors_of
+from tests.models.families import DELTA
 from tests.models.strong import TOLERANCE, disagreement, strong_model
 from tests.models.tiny_gguf import HEAD_DIM, described, gguf, tensors_in, write_gguf
 
@@ -212,6 +213,13 @@ CASES: Mapping[str, Case] = {
             "block_auto_adjust_ff_dim": False,
         },
     ),
+    "qwen35": Case("qwen35", "Qwen3_5ForCausalLM", DELTA),
+    "qwen35 with 4 value heads per key head": Case(
+        "qwen35", "Qwen3_5ForCausalLM", {**DELTA, "linear_num_value_heads": 8, "seed": 3}
+    ),
+    "qwen35 with a value head per key head": Case(
+        "qwen35", "Qwen3_5ForCausalLM", {**DELTA, "linear_num_value_heads": 2}
+    ),
     "smollm3": Case("smollm3", "SmolLM3ForCausalLM", {"num_hidden_layers": 5}),
     "phi3": Case("phi3", "Phi3ForCausalLM", {"sliding_window": 24}),
     "phi3 without a window": Case("phi3", "Phi3ForCausalLM"),
@@ -223,10 +231,11 @@ def strong(folder: Path, name: str, tied: bool = False) -> Any:
     case = CASES[name]
     # the converter omits Gemma's head
     tied = tied or case.architecture in ("gemma", "gemma2")
-    config = {"rope_parameters": ROPE, **COMMON, **case.config, "tie_word_embeddings": tied}
     sizes = {"sinks": 2.0, "gate_up_proj_bias": 2.0, "gate_up_proj": 0.6}  # gpt-oss
+    usual = {"rope_parameters": ROPE, "sizes": sizes, **COMMON}
     # transformers modifies its arguments
-    return strong_model(folder, case.class_name, sizes=sizes, **deepcopy(config))
+    config = deepcopy({**usual, **case.config, "tie_word_embeddings": tied})
+    return strong_model(folder, case.class_name, **config)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -253,6 +262,7 @@ def test_weights_and_configuration_there_and_back(tmp_path: Path, name: str, tie
         "architectures",
         "dtype",
         "nano_inference_converted_from",
+        "nano_inference_heads_in_tiles",
         "_name_or_path",
         "transformers_version",
         # two aliases of one setting; LFM2 reads the other one

@@ -49,6 +49,7 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "qwen2moe": ("gpt2", "qwen2"),
     "qwen3": ("gpt2", "qwen2"),
     "qwen3moe": ("gpt2", "qwen2"),
+    "qwen35": ("gpt2", "qwen35"),
     "seed_oss": ("gpt2", "seed-coder"),
     "smollm3": ("gpt2", "llama-bpe"),
 }

@@ -4,6 +4,7 @@ and close to the reference.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ SIZE = 8  # tokens per block
 TABLES = ([3, 0, 6, 2, 9, 4], [1, 5, 7, 8])
 LENGTHS = (43, 20)
 DELTA = DeltaNet((True,), 2, 4, 32, 48, 4)
+TILES = replace(DELTA, in_tiles=True)
 CONV = ShortConv((True,), 48, 3, bias=True)
 Operation = Callable[[Tensor, ForwardBatch, StateStorage], Tensor]
 
@@ -38,7 +40,7 @@ def numbers(spec: StateSpec, dtype: torch.dtype) -> tuple[Tensor, Any]:
         conv, bias = draw(48, 1, 3).to(dtype), draw(48).to(dtype)
         return draw(sum(LENGTHS), 3 * 48), ShortConvWeights(conv, bias)
     conv, norm = draw(spec.channels, 1, 4).to(dtype), draw(48).to(dtype)
-    weights = DeltaWeights(conv, draw(4), draw(4), norm, 1e-5, 2, 4, 32, 48)
+    weights = DeltaWeights(conv, draw(4), draw(4), norm, 1e-5, 2, 4, 32, 48, spec.in_tiles)
     return draw(sum(LENGTHS), spec.channels + spec.value_width + 2 * 4), weights
 
 
@@ -99,6 +101,17 @@ def test_state_kernels_agree_with_reference(spec: StateSpec) -> None:
     expected, _ = computed(spec, torch.float32, reference_state)
     for pair in zip(got, expected, strict=True):
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_heads_in_tiles_are_the_same_numbers(backend: str) -> None:
+    states = CpuStates(kernels(), 2) if backend == "cpu" else reference_state
+    results = [computed(spec, torch.float32, states) for spec in (DELTA, TILES)]
+    (outputs, kept), (in_tiles, kept_too) = results
+    for rows, expected in zip(in_tiles, outputs, strict=True):
+        heads = rows.unflatten(1, (4, 48))[:, [0, 2, 1, 3]]
+        assert torch.equal(heads.flatten(1), expected)
+    assert all(map(torch.equal, kept, kept_too))
 
 
 @pytest.mark.thorough(cases=["spec1-reference"])

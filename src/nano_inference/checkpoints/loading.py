@@ -209,7 +209,15 @@ def _holds(param: Any, slot: Slot, weight: Any) -> bool:
     """Return True if a parameter can store a file's codes unchanged."""
     held = _form_at(param, slot)
     form = None if held is None else getattr(weight, "form", None)
-    return held is not None and form is not None and held.holds(form)
+    fits = held is not None and form is not None and held.holds(form)
+    return fits and _in_order(slot, weight)
+
+
+def _in_order(slot: Slot, weight: Any) -> bool:
+    """Return True if a slot takes columns as a file's codes have them, or a single part."""
+    stored = getattr(weight, "column_parts", None)
+    taken = slot.parts if slot.axis == 1 else None
+    return taken == stored or (stored is None and taken is not None and len(taken) == 1)
 
 
 def _write_codes(param: Any, slot: Slot, weight: Any) -> None:
@@ -217,7 +225,9 @@ def _write_codes(param: Any, slot: Slot, weight: Any) -> None:
     rows, columns = slot.shape
     parts, within = slot.parts or ((0, rows),), (0, columns)
     if slot.parts is not None and slot.axis == 1:
-        parts, (within,) = ((0, rows),), slot.parts
+        parts = ((0, rows),)
+        if len(slot.parts) == 1:  # several are in the file's order
+            (within,) = slot.parts
     start, form = slot.start, _form_at(param, slot)
     assert form is not None
     for first, last in parts:
@@ -282,6 +292,11 @@ class _Blocks(_PlainWeight):
     def form(self) -> Format | None:
         """Format of the codes, or None if products cannot read them."""
         return self._slice.form
+
+    @property
+    def column_parts(self) -> tuple[tuple[int, int], ...] | None:
+        """Columns in the order of the codes. None: all in order."""
+        return self._slice.column_parts
 
     def codes(self, start: int, stop: int) -> Iterator[Codes]:
         """Yield the codes of rows [start, stop), a few rows at a time."""

@@ -66,6 +66,8 @@ class DeltaWeights(NamedTuple):
         norm: [value_dim], applied to each head's output.
         eps: Epsilon of this norm.
         key_heads, value_heads, key_dim, value_dim: Numbers of heads and their sizes.
+        in_tiles: The output has the first value head of every key head, then the second of every
+            key head, and so on. False: the value heads in order.
     """
 
     conv: Tensor
@@ -77,3 +79,4 @@ class DeltaWeights(NamedTuple):
     value_heads: int
     key_dim: int
     value_dim: int
+    in_tiles: bool

@@ -18,6 +18,7 @@ from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.quantisation import KEYS
 from nano_inference.models.spec.read import CONVERTED
+from nano_inference.models.spec.states import IN_TILES
 
 COPIED = (
     "tokenizer*",
@@ -100,7 +101,8 @@ def save_checkpoint(
     for fields in (config, config.get("text_config")):
         for name in KEYS if isinstance(fields, dict) else ():
             fields.pop(name, None)  # the saved weights are not quantized
-    config.pop(CONVERTED, None)  # the dtype below is that of the saved weights
+    for name in (CONVERTED, IN_TILES):  # dtype and order are those of the saved weights
+        config.pop(name, None)
     for name in {"dtype", "torch_dtype"}.intersection(config) or {"torch_dtype"}:
         config[name] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -51,6 +51,7 @@ _HEADS_OF_LATENTS = frozenset({"attention.key_length_mla", "attention.value_leng
 _NONE_AT_ZERO = frozenset(
     {"attention.sliding_window", "expert_count", "expert_used_count", "expert_shared_count"}
     | {"expert_weights_norm", "expert_gating_func", "leading_dense_block_count"}
+    | {"nextn_predict_layers"}
 )
 
 
@@ -91,6 +92,7 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
         **{hf_key: values[key] for key, hf_key in config_keys.items()},
         "num_key_value_heads": values["attention.head_count_kv"],
         **_heads(family, name, values),
+        **family.combined(values),
         **_rope_scaling(family, name, values, stored),
         **kinds,
         **{key: f"blk.0.{tensor}" in stored for tensor, key in family.switches.items()},
@@ -113,7 +115,7 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
 def _require_known(family: Family, name: str, values: Mapping[str, Any]) -> None:
     """Raise `ModelLoadError` for a key that no table lists, or an unsupported value."""
     known = family.config_keys.keys() | family.optional_keys.keys() | _COMMON_KEYS
-    known |= family.constants.keys()
+    known |= family.constants.keys() | family.combined_keys | family.unread
     if family.heads is not None:
         known |= _HEADS_OF_LATENTS
     for key, value in family.constants.items():
@@ -293,6 +295,11 @@ def tensor_names(family: Family, config: Config) -> dict[str, str]:
     for layer in range(config["num_hidden_layers"]):
         for key, hf_name in family.layer_names.items():
             names[f"blk.{layer}.{key}"] = f"model.layers.{layer}.{hf_name}"
+    for number in range(config.get("mtp_num_hidden_layers", 0)):
+        layer = f"blk.{config['num_hidden_layers'] + number}"
+        for key, hf_name in family.layer_names.items():
+            names[f"{layer}.{key}"] = f"mtp.layers.{number}.{hf_name}"
+        names |= {f"{layer}.{key}": hf_name for key, hf_name in family.mtp_names.items()}
     return names
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.models.spec.states import IN_TILES
 
 Config = dict[str, Any]
-RowOrder = Callable[[Config], np.ndarray]
+Order = Callable[[Config], np.ndarray]
+Change = Callable[[np.ndarray], np.ndarray]
 
 # Tensors that scale the rotary frequencies.
 ROPE_FREQS = "rope_freqs.weight"
@@ -28,6 +30,56 @@ def _neighbours_apart(config: Config, heads_key: str) -> np.ndarray:
     num_heads, head_dim = config[heads_key], config["head_dim"]
     pairs = np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
+
+
+def _value_heads(config: Config, width: Callable[[Config], int], keys: bool = False) -> np.ndarray:
+    """Return the GGUF index of each row of the delta rule's value heads in Hugging Face's order.
+
+    GGUF stores the first value head of every key head, then the second of every key head. `width`
+    returns the rows of a head. With `keys`, the unchanged rows of queries and keys come first.
+    """
+    key_heads, size = config["linear_num_key_heads"], width(config)
+    first = 2 * key_heads * config["linear_key_head_dim"] if keys else 0
+    rows = np.arange(config["linear_num_value_heads"] * size).reshape(-1, key_heads, size)
+    return np.concatenate((np.arange(first), first + rows.swapaxes(0, 1).reshape(-1)))
+
+
+def _value_dim(config: Config) -> int:
+    return config["linear_value_head_dim"]
+
+
+def _minus_one(numbers: np.ndarray) -> np.ndarray:
+    return numbers - np.float32(1)
+
+
+def _log_of_minus(numbers: np.ndarray) -> np.ndarray:
+    """Return the logarithms of negated numbers. Raises `ValueError` unless all are negative."""
+    if not (numbers < 0).all():
+        raise ValueError("holds numbers of 0 or above")
+    return np.log(-numbers)
+
+
+def _delta_net(values: Mapping[str, Any]) -> Config:
+    """Return the sizes and the kinds of layers with and without the delta rule."""
+    heads, width = values["ssm.time_step_rank"], values["ssm.inner_size"]
+    extra = values.get("nextn_predict_layers", 0)
+    count, every = values["block_count"] - extra, values.get("full_attention_interval", 4)
+    states = values.get("attention.recurrent_layers")
+    if states is None:
+        states = [(layer + 1) % every > 0 for layer in range(count)]
+    if width % heads or len(states) not in (count, count + extra):
+        raise ModelLoadError(
+            f"the GGUF metadata has {len(states)} recurrent_layers for {count} layers, and "
+            f"{heads} value heads in a width of {width}; layers must match, and the width must be "
+            "a multiple."
+        )
+    kinds = ("linear_attention" if state else "full_attention" for state in states[:count])
+    return {
+        "num_hidden_layers": count,
+        "layer_types": list(kinds),
+        "linear_value_head_dim": width // heads,
+        **({"mtp_num_hidden_layers": extra} if extra else {}),
+    }
 
 
 def _every_nth_full(config: Config, period: int) -> list[str]:
@@ -151,8 +203,12 @@ class Family:
         optional_keys: Optional metadata key -> configuration key.
         optional_names: Keys of `layer_names` that a file may lack.
         switches: Tensor key -> configuration key that is true if layer 0 has the tensor.
+        mtp_names: GGUF name after `blk.N.` -> Hugging Face name, for tensors that only a layer of
+            multi-token prediction has. The file counts this layer among the others.
         row_orders: Tensor key -> function that returns the stored row for each Hugging Face row.
-        plus_one: Keys of norms for which GGUF stores 1 + weight.
+        column_orders: Tensor key -> function that returns the stored column for each Hugging Face
+            column. The order consists of runs of consecutive columns.
+        changed: Tensor key -> function from the stored numbers to Hugging Face's.
         rope_factors: Tensors that scale the rotary frequencies, which a file may contain.
         unscaled_in_windows: True if layers with a window use the rope base without scaling.
         keyless_layers: transformers' name of layers without keys. The key head count is then a
@@ -162,6 +218,9 @@ class Family:
         yarn: transformers' parameters of yarn that no metadata has.
         mscales: Function for the parameters of yarn's log multiplier.
         heads: Function for the head sizes, if these are not all equal.
+        combined: Function for values that depend on several metadata keys.
+        combined_keys: Metadata keys that only `combined` reads.
+        unread: Metadata keys without effect.
         constants: Required values of some metadata keys, if present.
         partial_rotary: transformers' default for the rotary part of a head. None if heads are
             always rotated whole.
@@ -179,8 +238,10 @@ class Family:
     optional_keys: Mapping[str, str] = field(default_factory=dict)
     optional_names: frozenset[str] = frozenset()
     switches: Mapping[str, str] = field(default_factory=dict)
-    row_orders: Mapping[str, RowOrder] = field(default_factory=dict)
-    plus_one: frozenset[str] = frozenset()
+    row_orders: Mapping[str, Order] = field(default_factory=dict)
+    column_orders: Mapping[str, Order] = field(default_factory=dict[str, Order])
+    changed: Mapping[str, Change] = field(default_factory=dict[str, Change])
+    mtp_names: Mapping[str, str] = field(default_factory=dict[str, str])
     rope_factors: frozenset[str] = frozenset()
     unscaled_in_windows: bool = False
     keyless_layers: str | None = None
@@ -188,6 +249,9 @@ class Family:
     yarn: Mapping[str, Any] = field(default_factory=dict[str, Any])
     mscales: Callable[[float], Config] = _mscales
     heads: Callable[[Mapping[str, Any]], Config] | None = None
+    combined: Callable[[Mapping[str, Any]], Config] = lambda values: {}
+    combined_keys: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
     constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
     partial_rotary: float | None = None
     chat_eos_ids: tuple[int, ...] = ()
@@ -276,7 +340,7 @@ _EXPERT_KEYS: Mapping[str, str] = {
 _WINDOW = "attention.sliding_window"
 
 # Tensors that llama.cpp rotates in adjacent pairs.
-_PAIRED_ROWS: Mapping[str, RowOrder] = {
+_PAIRED_ROWS: Mapping[str, Order] = {
     f"attn_{part}.{kind}": partial(_neighbours_apart, heads_key=heads)
     for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"))
     for kind in ("weight", "bias")
@@ -453,6 +517,68 @@ _DEEPSEEK3 = replace(
     constants={"expert_gating_func": 2},  # sigmoids
     defaults=_deepseek_defaults,
 )
+_DELTA_NORMS: Mapping[str, str] = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+}
+_DELTA_RULE: Mapping[str, str] = {
+    "attn_qkv.weight": "linear_attn.in_proj_qkv.weight",
+    "attn_gate.weight": "linear_attn.in_proj_z.weight",
+    "ssm_beta.weight": "linear_attn.in_proj_b.weight",
+    "ssm_alpha.weight": "linear_attn.in_proj_a.weight",
+    "ssm_conv1d.weight": "linear_attn.conv1d.weight",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm.weight": "linear_attn.norm.weight",
+    "ssm_out.weight": "linear_attn.out_proj.weight",
+}
+_QWEN_MTP: Mapping[str, str] = {
+    "nextn.eh_proj.weight": "mtp.fc.weight",
+    "nextn.enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "nextn.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "nextn.shared_head_norm.weight": "mtp.norm.weight",
+}
+_QWEN35 = Family(
+    architecture="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    layer_names={**_DELTA_NORMS, **_ATTENTION, **_QK_NORMS, **_DELTA_RULE, **_MLP},
+    optional_names=frozenset((*_ATTENTION, *_QK_NORMS, *_DELTA_RULE)),
+    mtp_names=_QWEN_MTP,
+    row_orders={
+        **dict.fromkeys(
+            ("attn_qkv.weight", "ssm_conv1d.weight"),
+            partial(_value_heads, width=_value_dim, keys=True),
+        ),
+        "attn_gate.weight": partial(_value_heads, width=_value_dim),
+        **dict.fromkeys(
+            ("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias"),
+            partial(_value_heads, width=lambda config: 1),
+        ),
+    },
+    column_orders={"ssm_out.weight": partial(_value_heads, width=_value_dim)},
+    changed={
+        **dict.fromkeys((*_DELTA_NORMS, *_QK_NORMS, "output_norm.weight"), _minus_one),
+        **dict.fromkeys((name for name in _QWEN_MTP if "norm" in name), _minus_one),
+        "ssm_a": _log_of_minus,
+    },
+    config_keys={
+        **_LLAMA_KEYS,
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    optional_keys=_ROPE_BASE,
+    combined=_delta_net,
+    combined_keys=frozenset(
+        {"ssm.inner_size", "full_attention_interval", "attention.recurrent_layers"}
+    ),
+    # a text's positions are the same in all sections
+    unread=frozenset({"rope.dimension_sections"}),
+    constants={"nextn_predict_layers": 1},
+    partial_rotary=0.25,
+    defaults=lambda config: {IN_TILES: True},
+)
 _OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
@@ -509,11 +635,12 @@ FAMILIES: Mapping[str, Family] = {
         # as in llama.cpp: experts in all layers, with weights from the softmax over all experts
         defaults=lambda config: {"norm_topk_prob": False, "decoder_sparse_step": 1},
     ),
+    "qwen35": _QWEN35,
     "gemma": Family(
         architecture="GemmaForCausalLM",
         model_type="gemma",
         layer_names={**_TWO_NORMS, **_ATTENTION, **_MLP},
-        plus_one=frozenset((*_TWO_NORMS, "output_norm.weight")),
+        changed=dict.fromkeys((*_TWO_NORMS, "output_norm.weight"), _minus_one),
         config_keys=_LLAMA_KEYS,
         optional_keys=_ROPE_BASE,
         defaults=lambda config: {"hidden_act": "gelu_pytorch_tanh"},
@@ -523,7 +650,7 @@ FAMILIES: Mapping[str, Family] = {
         architecture="Gemma2ForCausalLM",
         model_type="gemma2",
         layer_names={**_ATTENTION, **_MLP, **_FOUR_NORMS},
-        plus_one=frozenset((*_FOUR_NORMS, "output_norm.weight")),
+        changed=dict.fromkeys((*_FOUR_NORMS, "output_norm.weight"), _minus_one),
         config_keys=_LLAMA_KEYS,
         optional_keys={
             **_ROPE_BASE,
@@ -538,7 +665,7 @@ FAMILIES: Mapping[str, Family] = {
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",
         layer_names={**_ATTENTION, **_MLP, **_FOUR_NORMS, **_QK_NORMS},
-        plus_one=frozenset((*_FOUR_NORMS, *_QK_NORMS, "output_norm.weight")),
+        changed=dict.fromkeys((*_FOUR_NORMS, *_QK_NORMS, "output_norm.weight"), _minus_one),
         # Required, unlike in Llama: llama.cpp's defaults for the last two do not fit Gemma.
         config_keys={**_LLAMA_KEYS, **_ROPE_BASE, _WINDOW: "sliding_window"},
         optional_keys={

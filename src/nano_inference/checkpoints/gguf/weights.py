@@ -19,8 +19,9 @@ from nano_inference.checkpoints.gguf.file import read_model
 from nano_inference.checkpoints.gguf.header import StoredTensor
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.parameters.fused import fused_tensors
+from nano_inference.models.parameters.mtp import whole_table
 from nano_inference.models.parameters.slots import named_slots
-from nano_inference.models.parameters.table import param_table
+from nano_inference.models.spec.mtp_layer import with_mtp
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.formats import FORMATS, Format
 from nano_inference.ops.quantised import Codes
@@ -144,7 +145,7 @@ class GgufTensor:
         """Format of the codes, or None if products cannot read them."""
         target, family = self._target, self._family
         named = {kind_of(tensor.name) for tensor, _ in target.pieces}
-        is_changed = bool(named & {*family.turned, *family.plus_one})
+        is_changed = bool(named & {*family.turned, *family.changed})
         if is_changed or len(target.kinds) > 1 or target.shape[1:] != (self._width,):
             return None
         (name,) = target.kinds
@@ -153,6 +154,7 @@ class GgufTensor:
 
     def codes(self, start: int, stop: int) -> Iterator[Codes]:
         """Yield the codes of rows [start, stop), a few rows at a time. `form` must not be None.
+        Columns are in the order of `column_parts`.
 
         Raises `ModelLoadError` for scales or minima that are not finite.
         """
@@ -191,8 +193,30 @@ class GgufTensor:
             if part:
                 yield tensor, rows, part
 
+    @cached_property
+    def _stored_columns(self) -> np.ndarray | None:
+        """Stored column of each column, or None if they are the same."""
+        order = self._family.column_orders.get(kind_of(self._target.pieces[0][0].name))
+        places = None if order is None else order(self._config)
+        return None if places is None or (np.diff(places) == 1).all() else places
+
+    @property
+    def column_parts(self) -> tuple[tuple[int, int], ...] | None:
+        """Columns in the order of the codes, as [start, stop). None: all in order."""
+        places = self._stored_columns
+        if places is None:
+            return None
+        return tuple((run.start, run.stop) for run in _runs(np.argsort(places)))
+
     def _rows(self, start: int, stop: int, columns: range) -> Tensor:
         """Return some columns of rows [start, stop)."""
+        places = self._stored_columns
+        runs = [columns] if places is None else _runs(places[columns.start : columns.stop])
+        parts = [self._run(start, stop, run) for run in runs]
+        return parts[0] if len(parts) == 1 else namespace(self._dtype).cat(parts, dim=1)
+
+    def _run(self, start: int, stop: int, columns: range) -> Tensor:
+        """Return some columns of rows [start, stop), both as the file numbers columns."""
         parts = list(self._parts(start, stop))
         if len(parts) == 1 and (mapped := self._mapped(*parts[0])) is not None:
             return mapped[:, columns.start : columns.stop]
@@ -209,7 +233,7 @@ class GgufTensor:
     def _mapped(self, tensor: StoredTensor, rows: range, part: range) -> Tensor | None:
         """Return mapped rows if the file stores them in the final order and type, else None."""
         kind = kind_of(tensor.name)
-        is_moved = kind in {*self._family.row_orders, *self._family.turned, *self._family.plus_one}
+        is_moved = kind in {*self._family.row_orders, *self._family.turned, *self._family.changed}
         if is_moved or tensor.kind != self._target.dtype:
             return None
         stored = _all_rows(tensor)[rows.start + part.start : rows.start + part.stop]
@@ -222,6 +246,7 @@ class GgufTensor:
     ) -> Iterator[np.ndarray]:
         """Yield rows of a piece in float32, a few at a time."""
         kind = kind_of(tensor.name)
+        change = self._family.changed.get(kind)
         if kind in self._family.turned:
             stored = _all_rows(tensor)[rows.start : rows.stop]
             numbers = _cut(tensor, stored, part).T[:, columns.start : columns.stop]
@@ -229,7 +254,13 @@ class GgufTensor:
             return
         for stored in self._stored(tensor, rows, part):
             numbers = _cut(tensor, stored, columns)
-            yield numbers - np.float32(1) if kind in self._family.plus_one else numbers
+            try:
+                yield numbers if change is None else change(numbers)
+            except ValueError as problem:
+                raise ModelLoadError(
+                    f"the GGUF tensor {tensor.name} of {tensor.file} {problem}: the file is "
+                    "damaged; download it again."
+                ) from problem
 
     def _stored(self, tensor: StoredTensor, rows: range, part: range) -> Iterator[np.ndarray]:
         """Yield rows of a piece as stored, a few at a time, in Hugging Face's order."""
@@ -243,6 +274,12 @@ class GgufTensor:
 
 def _all_rows(tensor: StoredTensor) -> np.ndarray:
     return tensor.rows().reshape(_num_rows(tensor), -1)
+
+
+def _runs(places: np.ndarray) -> list[range]:
+    """Return the runs of consecutive numbers."""
+    runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+    return [range(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
 
 def _cut(tensor: StoredTensor, stored: np.ndarray, columns: range) -> np.ndarray:
@@ -323,7 +360,8 @@ def _columns(tensor: StoredTensor) -> int:
 
 def _checked_all(targets: list[_Target], config: Config) -> list[_Target]:
     """Raise `ModelLoadError` unless these are the decoder's tensors, separate or fused."""
-    table = param_table(spec_from_config(config))
+    spec = spec_from_config(config)
+    table = whole_table(with_mtp(spec) if config.get("mtp_num_hidden_layers") else spec)
     slots, fused = named_slots(table), fused_tensors(table)
     shapes = {name: each.shape for name, each in (*slots.items(), *fused.items())}
     checked = [_checked(target, shapes) for target in targets]
@@ -355,16 +393,20 @@ def _checked(target: _Target, shapes: Mapping[str, tuple[int, ...]]) -> _Target:
 
 
 def _require_order(tensor: StoredTensor, family: Family, config: Config) -> None:
-    order = family.row_orders.get(kind_of(tensor.name))
-    if order is not None and len(order(config)) != tensor.shape[0]:
-        raise ModelLoadError(
-            f"the GGUF tensor {tensor.name} has {tensor.shape[0]} rows, expected "
-            f"{len(order(config))} by its metadata"
-        )
+    for orders, axis, what in (
+        (family.row_orders, 0, "rows"),
+        (family.column_orders, -1, "columns"),
+    ):
+        order = orders.get(kind_of(tensor.name))
+        if order is not None and len(order(config)) != tensor.shape[axis]:
+            raise ModelLoadError(
+                f"the GGUF tensor {tensor.name} has {tensor.shape[axis]} {what}, expected "
+                f"{len(order(config))} by its metadata"
+            )
 
 
 def _stored_as(tensor: StoredTensor, family: Family) -> str:
     """Return the smallest dtype that holds a tensor's numbers, by safetensors' name."""
-    if kind_of(tensor.name) in family.plus_one:
+    if kind_of(tensor.name) in family.changed:
         return "F32"  # computing (1 + w) - 1 in 16 bits would lose the digits of a small w
     return tensor.kind if tensor.kind in _KEPT else "F32"

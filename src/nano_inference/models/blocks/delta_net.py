@@ -25,6 +25,7 @@ class DeltaNet:
             net.value_heads,
             net.key_dim,
             net.value_dim,
+            net.in_tiles,
         )
 
     def __call__(self, step: Step[X], x: X) -> X:

@@ -164,7 +164,11 @@ def _delta_net(spec: ModelSpec, net: DeltaNet, prefix: str, hf: str) -> list[Par
         rows = {f"in_proj_{name}": (size, (range(size),)) for name, size in sizes.items()}
     floats = {"log_decay": "A_log", "decay_bias": "dt_bias"}
     return [
-        replace(stacked_param(f"{prefix}.mix_in", hf, "weight", rows, (hidden,)), codes="layers"),
+        replace(
+            stacked_param(f"{prefix}.mix_in", hf, "weight", rows, (hidden,)),
+            codes="layers",
+            stacks=True,
+        ),
         plain_param(f"{prefix}.conv", Source(f"{hf}.conv1d.weight", (net.channels, 1, net.taps))),
         *(
             replace(
@@ -175,7 +179,8 @@ def _delta_net(spec: ModelSpec, net: DeltaNet, prefix: str, hf: str) -> list[Par
         ),
         plain_param(f"{prefix}.mix_norm", Source(f"{hf}.norm.weight", (net.value_dim,))),
         product_param(
-            f"{prefix}.mix_out", Source(f"{hf}.out_proj.weight", (hidden, net.value_width))
+            f"{prefix}.mix_out",
+            Source(f"{hf}.out_proj.weight", (hidden, net.value_width), 1, net.output_parts),
         ),
     ]
 

@@ -134,6 +134,7 @@ _KINDS: Mapping[str, _Kind] = {
     "linear_key_head_dim": _whole(1, 2**16),
     "linear_value_head_dim": _whole(1, 2**16),
     "linear_conv_kernel_dim": _whole(1, 2**12),
+    "nano_inference_heads_in_tiles": _SWITCH,
     "conv_L_cache": _whole(1, 2**12),
     "conv_bias": _SWITCH,
     "block_ff_dim": _whole(1, 2**24),

@@ -2,11 +2,14 @@
 the cache keeps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.spec.config_checks import Config, shown, whole
+
+# key in config.json of converted .gguf files
+IN_TILES = "nano_inference_heads_in_tiles"
 
 
 class StateColumn(NamedTuple):
@@ -75,6 +78,8 @@ class DeltaNet:
         key_dim, value_dim: Widths of these heads.
         taps: Number of tokens that the convolution sees, the row's own included.
         joint: The checkpoint has two projections, grouped by key head, instead of four.
+        in_tiles: The heads of an output are in the order of .gguf files: the first value head of
+            every key head, then the second of every key head, and so on.
     """
 
     layers: tuple[bool, ...]
@@ -84,6 +89,7 @@ class DeltaNet:
     value_dim: int
     taps: int
     joint: bool = False
+    in_tiles: bool = False
 
     @property
     def channels(self) -> int:
@@ -94,6 +100,15 @@ class DeltaNet:
     def value_width(self) -> int:
         """Total width of all value heads."""
         return self.value_heads * self.value_dim
+
+    @property
+    def output_parts(self) -> tuple[tuple[int, int], ...] | None:
+        """Columns of the output, in its order, as [start, stop). None: consecutive heads."""
+        if not self.in_tiles:
+            return None
+        group, width = self.value_heads // self.key_heads, self.value_dim
+        heads = [key * group + number for number in range(group) for key in range(self.key_heads)]
+        return tuple((head * width, (head + 1) * width) for head in heads)
 
     @property
     def columns(self) -> dict[str, StateColumn]:
@@ -173,7 +188,8 @@ def delta_net(config: Config, num_layers: int, *, joint: bool) -> DeltaNet:
             f"{spec.value_heads} value heads of the delta rule cannot share {spec.key_heads} "
             "key heads evenly."
         )
-    return spec
+    differs = 1 < spec.key_heads < spec.value_heads
+    return replace(spec, in_tiles=differs and bool(config.get(IN_TILES, False)))
 
 
 def require_types(types: Any, num_layers: int, state_type: str) -> None:

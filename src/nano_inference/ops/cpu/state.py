@@ -90,6 +90,7 @@ class CpuStates:
             value_heads=heads,
             key_dim=weights.key_dim,
             value_dim=weights.value_dim,
+            in_tiles=weights.in_tiles,
             eps=weights.eps,
         )
         self._require(

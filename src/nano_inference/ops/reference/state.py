@@ -95,7 +95,10 @@ def delta_net(
         out[wave] = _delta_rule(rows.of(wave), wave, batch, view, layer)
     scale = torch.rsqrt(out.pow(2).mean(dim=-1, keepdim=True) + weights.eps)
     gate = (z * sigmoid(z)).view_as(out)
-    return (out * scale * weights.norm.float() * gate).flatten(1).to(projected.dtype)
+    out = out * scale * weights.norm.float() * gate
+    if weights.in_tiles:
+        out = out.unflatten(1, (weights.key_heads, -1)).transpose(1, 2)
+    return out.flatten(1).to(projected.dtype)
 
 
 def _delta_rows(mixed: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> DeltaRows:

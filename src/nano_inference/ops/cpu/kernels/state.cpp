@@ -181,10 +181,11 @@ void delta_row(const StateStep& s, const DeltaRule& r, int64_t row, int64_t head
   const float mean = dot(b.out, b.out, wide) / float(wide);
   const Vec root = vsqrt(vset(mean + r.eps));
   const T* norm = static_cast<const T*>(r.norm);
+  const int64_t group = heads / r.key_heads, place = r.in_tiles ? head % group * r.key_heads + key_head : head;
   for (int64_t e = 0; e < wide; e += LANES) {
     const Vec z = vload(numbers + head * wide + e);
     const Vec normed = vmul(vdiv(vload(b.out + e), root), read(norm + e));
-    write(out + row * heads * wide + head * wide + e, vmul(normed, vmul(z, vsigmoid(z))));
+    write(out + row * heads * wide + place * wide + e, vmul(normed, vmul(z, vsigmoid(z))));
   }
 }
 

@@ -29,6 +29,7 @@ struct DeltaRule {
   const float *log_decay, *decay_bias;  // [value heads]
   const void* norm;                     // [value_dim]
   int64_t key_heads, value_heads, key_dim, value_dim;
+  int64_t in_tiles;  // the order of the output's heads: by number within a key head, then by key head
   float eps;
 };
 
