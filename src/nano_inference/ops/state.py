@@ -80,3 +80,8 @@ class DeltaWeights(NamedTuple):
     key_dim: int
     value_dim: int
     in_tiles: bool
+
+    @property
+    def width(self) -> int:
+        """Number of columns of the output."""
+        return self.value_heads * self.value_dim

@@ -322,16 +322,22 @@ class Recorder:
     def delta_net(
         self, projected: Buffer, weights: DeltaWeights, _batch: Any, view: Any, layer: int
     ) -> Buffer:
-        return self._of_states(
-            lambda states, batch, rows: states.delta_net(rows, weights, batch, view, layer),
-            (projected,),
-            weights.value_heads * weights.value_dim,
-        )
+        run = self._known_states().delta_layer(weights, view, layer)
+
+        def compute(batch: Any, out: Tensor, rows: Tensor) -> None:
+            run(batch, rows, out)
+
+        return self.call(None, compute, (projected,), weights.width, self.dtype)
 
     def sigmoid_gate(self, x: Buffer, gate: Buffer) -> Buffer:
         return self._of_states(
             lambda states, _, rows, gates: states.sigmoid_gate(rows, gates), (x, gate), x.columns
         )
+
+    def _known_states(self) -> CpuStates:
+        if self._states is None:
+            raise ValueError("this program was recorded without operations on states.")
+        return self._states
 
     def _of_states(
         self,
@@ -340,9 +346,7 @@ class Recorder:
         columns: int,
     ) -> Buffer:
         """Record a call of `compute` with the operations on states, the batch and tensors."""
-        states = self._states
-        if states is None:
-            raise ValueError("this program was recorded without operations on states.")
+        states = self._known_states()
 
         def run(batch: Any, out: Tensor, *rows: Tensor) -> None:
             out.copy_(compute(states, batch, *rows))

@@ -11,6 +11,7 @@ from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
 
 STEP, CONVOLUTION, RULE = struct("StateStep"), struct("Convolution"), struct("DeltaRule")
 MOST_HEAD = 256  # numbers per head, as in kernels/state.cpp
+_COLUMNS = ("positions", "slot_mapping", "row_chunks", "cu_seqlens_q", "block_tables")
 PROBLEMS = {
     1: "a row's slot does not match its position.",
     2: "a block does not exist.",
@@ -25,8 +26,9 @@ class CpuStates:
     """
 
     def __init__(self, kernels: ctypes.CDLL, num_threads: int) -> None:
-        self._c = kernels
+        self.kernels = kernels
         self.num_threads = num_threads
+        self._last: tuple[StateView, list[Tensor], Any] | None = None
 
     def short_conv(
         self,
@@ -42,8 +44,8 @@ class CpuStates:
         out = namespace(rows).empty((len(rows), channels), dtype=dtype)
         kept = view.column(layer, "inputs")
         step, conv = _step(batch, view), _convolution(weights.conv, weights.bias, kept)
-        self._require(
-            self._c.nano_short_conv(
+        _require_fit(
+            self.kernels.nano_short_conv(
                 ctypes.addressof(step),
                 ctypes.addressof(conv),
                 rows.data_ptr(),
@@ -63,47 +65,27 @@ class CpuStates:
         layer: int,
     ) -> Tensor:
         """Implement `Ops.delta_net`. The result is rounded to the weights' dtype."""
-        dtype, channels = dtype_for(projected, weights.conv.dtype), len(weights.conv)
-        width, heads = weights.value_heads * weights.value_dim, weights.value_heads
-        require_heads(weights.key_dim, weights.value_dim)
-        rows = _rows(projected, channels + width + 2 * heads)
-        xp = namespace(rows)
-        out, mixed = xp.empty((len(rows), width), dtype=dtype), xp.empty((len(rows), channels))
-        names = ("inputs", "keys", "values", "decays", "state")
-        kept = {name: view.column(layer, name) for name in names}
-        log_decay, decay_bias = weights.log_decay.contiguous(), weights.decay_bias.contiguous()
-        norm = weights.norm.to(weights.conv.dtype).contiguous()
-        step = _step(batch, view)
-        conv = _convolution(weights.conv, None, kept["inputs"])
-        rule = RULE(
-            projected=rows.data_ptr(),
-            stride=rows.shape[1],
-            mixed=mixed.data_ptr(),
-            keys=kept["keys"].data_ptr(),
-            values=kept["values"].data_ptr(),
-            decays=kept["decays"].data_ptr(),
-            state=kept["state"].data_ptr(),
-            log_decay=log_decay.data_ptr(),
-            decay_bias=decay_bias.data_ptr(),
-            norm=norm.data_ptr(),
-            key_heads=weights.key_heads,
-            value_heads=heads,
-            key_dim=weights.key_dim,
-            value_dim=weights.value_dim,
-            in_tiles=weights.in_tiles,
-            eps=weights.eps,
-        )
-        self._require(
-            self._c.nano_delta_net(
-                ctypes.addressof(step),
-                ctypes.addressof(conv),
-                ctypes.addressof(rule),
-                has_dtype(out, "bfloat16"),
-                out.data_ptr(),
-                self.num_threads,
-            )
-        )
+        dtype, width = dtype_for(projected, weights.conv.dtype), weights.width
+        rows = projected.float().contiguous()
+        out = namespace(rows).empty((len(rows), width), dtype=dtype)
+        self.delta_layer(weights, view, layer)(batch, rows, out)
         return out
+
+    def delta_layer(self, weights: DeltaWeights, view: StateView, layer: int) -> "CpuDeltaLayer":
+        """Return a layer of the delta rule on the states of a view."""
+        return CpuDeltaLayer(self, weights, view, layer)
+
+    def step_of(self, batch: ForwardBatch, view: StateView) -> Any:
+        """Return the structure of `_step`. The layers of a step share it."""
+        columns = [getattr(batch, name) for name in _COLUMNS]
+        last = self._last
+        if (
+            last is None
+            or last[0] is not view
+            or any(one is not other for one, other in zip(columns, last[1], strict=True))
+        ):
+            self._last = last = view, columns, _step(batch, view)
+        return last[2]
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         x, gate = x.contiguous(), gate.float()
@@ -114,7 +96,7 @@ class CpuStates:
                 "have the same shape and adjacent columns."
             )
         out = namespace(x).empty_like(x)
-        self._c.nano_sigmoid_gate(
+        self.kernels.nano_sigmoid_gate(
             x.data_ptr(),
             gate.data_ptr(),
             gate.stride(0),
@@ -125,9 +107,63 @@ class CpuStates:
         )
         return out
 
-    def _require(self, problem: int) -> None:
-        if problem:
-            raise ValueError(f"the batch does not match the stored states: {PROBLEMS[problem]}")
+
+class CpuDeltaLayer:
+    """A layer of the delta rule, with the addresses that its weights and states have at
+    construction.
+    """
+
+    def __init__(
+        self, states: CpuStates, weights: DeltaWeights, view: StateView, layer: int
+    ) -> None:
+        require_heads(weights.key_dim, weights.value_dim)
+        self._states, self._weights, self._view = states, weights, view
+        names = ("inputs", "keys", "values", "decays", "state")
+        kept = {name: view.column(layer, name) for name in names}
+        vectors = {"log_decay": weights.log_decay, "decay_bias": weights.decay_bias}
+        for name, vector in (*vectors.items(), ("norm", weights.norm)):
+            if not vector.is_contiguous():
+                raise ValueError(f"{name} must be contiguous; got {tuple(vector.shape)}.")
+        if weights.norm.dtype != weights.conv.dtype:
+            raise ValueError(f"the norm is {weights.norm.dtype}, its input {weights.conv.dtype}.")
+        self._channels = len(weights.conv)
+        self._columns = self._channels + weights.width + 2 * weights.value_heads
+        self._conv = _convolution(weights.conv, None, kept["inputs"])
+        self._rule = RULE(
+            stride=self._columns,
+            norm=weights.norm.data_ptr(),
+            key_heads=weights.key_heads,
+            value_heads=weights.value_heads,
+            key_dim=weights.key_dim,
+            value_dim=weights.value_dim,
+            in_tiles=weights.in_tiles,
+            eps=weights.eps,
+            **{name: kept[name].data_ptr() for name in names[1:]},
+            **{name: vector.data_ptr() for name, vector in vectors.items()},
+        )
+
+    def __call__(self, batch: ForwardBatch, rows: Tensor, out: Tensor) -> None:
+        """Compute rows, contiguous float32 [N, columns] -> out [N, width]."""
+        if rows.shape[1] != self._columns:
+            raise ValueError(f"rows must have {self._columns} columns; got {rows.shape[1]}.")
+        states = self._states
+        mixed = namespace(rows).empty((len(rows), self._channels))
+        self._rule.projected, self._rule.mixed = rows.data_ptr(), mixed.data_ptr()
+        _require_fit(
+            states.kernels.nano_delta_net(
+                ctypes.addressof(states.step_of(batch, self._view)),
+                ctypes.addressof(self._conv),
+                ctypes.addressof(self._rule),
+                has_dtype(out, "bfloat16"),
+                out.data_ptr(),
+                states.num_threads,
+            )
+        )
+
+
+def _require_fit(problem: int) -> None:
+    if problem:
+        raise ValueError(f"the batch does not match the stored states: {PROBLEMS[problem]}")
 
 
 def require_heads(key_dim: int, value_dim: int) -> None:
@@ -153,10 +189,7 @@ def _step(batch: ForwardBatch, view: StateView) -> Any:
     """Return the structure that kernels/state.cpp reads. It is valid as long as the batch and the
     view live.
     """
-    columns = {
-        name: getattr(batch, name)
-        for name in ("positions", "slot_mapping", "row_chunks", "cu_seqlens_q", "block_tables")
-    }
+    columns = {name: getattr(batch, name) for name in _COLUMNS}
     if any(not has_dtype(each, "int64") or not each.is_contiguous() for each in columns.values()):
         raise ValueError("a batch's columns must be contiguous int64 tensors.")
     units = view.unit_row()
