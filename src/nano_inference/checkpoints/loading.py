@@ -22,7 +22,7 @@ from nano_inference.checkpoints.quantised_weights import ACTIVATIONS, quantised_
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.parameters.fused import fused_tensors
 from nano_inference.models.parameters.mtp import whole_table
-from nano_inference.models.parameters.param import Formats, ParamSpec
+from nano_inference.models.parameters.param import Formats, ParamSpec, Source
 from nano_inference.models.parameters.slots import Slot, named_slots
 from nano_inference.models.parameters.storage import (
     Allocate,
@@ -145,7 +145,7 @@ def _file_formats(
     formats: dict[str, Format | Stack] = {}
     for param in (each for each in table if each.codes is not None):
         sources = {source.name: weights[source.name] for source in param.sources}
-        forms = {name: getattr(weight, "form", None) for name, weight in sources.items()}
+        forms = {source.name: _form_of(source, sources[source.name]) for source in param.sources}
         known = [form for form in forms.values() if form is not None]
         if len(known) == len(forms):
             formats[param.name] = _held(param, known)
@@ -161,15 +161,24 @@ def gguf_formats(file: Path, table: tuple[ParamSpec, ...]) -> dict[str, Format |
     Only the headers of the file and its parts are read. Raises `ModelLoadError`.
     """
     reader = GgufReader(file, device=HOST)
-    names = set(reader.keys())
-    forms = {name: reader.get_slice(name).form for name in names}
+    stored = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
     formats: dict[str, Format | Stack] = {}
     for param in (each for each in table if each.codes is not None):
-        sources = [forms.get(source.name) for source in param.sources]
+        sources = [_form_of(source, stored.get(source.name)) for source in param.sources]
         known = [form for form in sources if form is not None]
         if len(known) == len(sources):
             formats[param.name] = _held(param, known)
     return formats
+
+
+def _form_of(source: Source, weight: Any) -> Format | None:
+    """Return the format of a weight's codes, or None if it has none or their columns are in another
+    order than the source takes them.
+    """
+    stored = getattr(weight, "column_parts", None)
+    taken = source.parts if source.axis == 1 else None
+    is_one_part = stored is None and taken is not None and len(taken) == 1
+    return getattr(weight, "form", None) if taken == stored or is_one_part else None
 
 
 def _held(param: ParamSpec, forms: Sequence[Format]) -> Format | Stack:
@@ -209,15 +218,7 @@ def _holds(param: Any, slot: Slot, weight: Any) -> bool:
     """Return True if a parameter can store a file's codes unchanged."""
     held = _form_at(param, slot)
     form = None if held is None else getattr(weight, "form", None)
-    fits = held is not None and form is not None and held.holds(form)
-    return fits and _in_order(slot, weight)
-
-
-def _in_order(slot: Slot, weight: Any) -> bool:
-    """Return True if a slot takes columns as a file's codes have them, or a single part."""
-    stored = getattr(weight, "column_parts", None)
-    taken = slot.parts if slot.axis == 1 else None
-    return taken == stored or (stored is None and taken is not None and len(taken) == 1)
+    return held is not None and form is not None and held.holds(form)
 
 
 def _write_codes(param: Any, slot: Slot, weight: Any) -> None:
