@@ -120,8 +120,8 @@ class CpuMoeLayer:
 
     def __init__(self, kernels: ctypes.CDLL, experts: Experts, num_threads: int) -> None:
         router, shared = experts.router, experts.shared
-        own = _weights(experts)
-        lone = own
+        weights = _weights(experts)
+        lone = weights
         if shared is not None:
             lone = _weights(experts._replace(gate_up=shared.gate_up, down=shared.down, biases=None))
         if experts.num_held != experts.num_experts:
@@ -133,7 +133,7 @@ class CpuMoeLayer:
         self._experts = experts  # keeps the memory behind the addresses
         self._layer = LAYER(
             routing=_routing(experts),
-            experts=own,
+            experts=weights,
             shared_expert=lone,
             router=router.data_ptr(),
             router_rows=router.rows,
