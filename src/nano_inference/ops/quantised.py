@@ -93,9 +93,9 @@ def quantise_weight(
     for g, (first, last) in enumerate(groups):
         scale = scales[:, g : g + 1]
         inverse = xp.where(scale == 0, 0.0, 1 / scale)
-        numbers = weight[:, first:last] * inverse
+        numbers = xp.where(scale * 0 == 0, weight[:, first:last] * inverse, 0.0)
         whole = _nearest(numbers, form) if form.values else xp.round(numbers).clamp(low, high)
-        codes[:, first:last] = xp.where(scale * 0 == 0, whole, 0.0).to(xp.int8)
+        codes[:, first:last] = whole.to(xp.int8)
     return codes, scales, steps
 
 
