@@ -38,8 +38,8 @@ from nano_inference.ops.interface import (
 from nano_inference.ops.lora import Adapted, Place
 from nano_inference.ops.settings import Latent
 
-LAYOUT = 2  # raised whenever the bytes of a packed weight change
-VERSION = 6  # raised whenever any bit of the results may change
+LAYOUT = 3  # raised whenever the bytes of a packed weight change
+VERSION = 7  # raised whenever any bit of the results may change
 _MatrixPlace: Any = library.struct("MatrixPlace")
 
 
