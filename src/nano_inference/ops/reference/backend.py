@@ -422,7 +422,7 @@ def reference_ops() -> Ops:
     """Return the reference backend as `Ops`."""
     return Ops(
         name="reference",
-        version=6,
+        version=7,
         schedule_invariant=True,
         in_segments=True,
         embed=embed,
