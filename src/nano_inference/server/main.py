@@ -117,7 +117,8 @@ def serve(engine: Engines, config: ServerConfig, door: Door | None = None) -> No
     set_up_logs(config.log_level, config.log_format)
     server = Server(config, sources_of(engine, config))
     runner = _runner(server)
-    runner.run((door.hand_over() if door is not None else None) or None)
+    sockets = [] if door is None else door.hand_over()
+    runner.run(sockets or None)
     raise_if_lost(server)
 
 

@@ -9,7 +9,6 @@ from nano_inference.ops.cpu.operations import GATES
 from nano_inference.ops.cpu.weights import LANES
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 
-ROW_BLOCK = 512
 ROUTING, EXPERTS, LAYER = struct("Routing"), struct("ExpertWeights"), struct("MoeLayer")
 PROBLEMS = {1: "a row does not exist.", 2: "an expert does not exist."}
 
@@ -33,7 +32,7 @@ class CpuMoe:
         """Compute a layer of experts as `Ops.moe` defines it."""
         routed = None if routed is None else routed.contiguous()
         if exchange is not None:
-            return mixture(self.steps, x.contiguous(), experts, exchange, ROW_BLOCK, note, routed)
+            return mixture(self.steps, x.contiguous(), experts, exchange, len(x), note, routed)
         out = namespace(x).empty((len(x), x.shape[1]))
         self.layer(experts)(x.contiguous(), out, note, routed)
         return out
@@ -67,11 +66,6 @@ class CpuMoe:
         """Implement `MoeSteps.products` in float32."""
         weights = _weights(experts)
         _require_rows(x, weights.hidden, experts.gate_up.dtype)
-        if experts.gate_up.rows != experts.num_held * 2 * weights.inner:
-            raise ValueError(
-                f"weights {tuple(experts.gate_up.shape)} and {tuple(experts.down.shape)} do not "
-                "belong to the same experts."
-            )
         if any(
             not has_dtype(each, "int64") or not each.is_contiguous() or each.shape != rows.shape
             for each in (rows, held)
@@ -120,20 +114,20 @@ class CpuMoeLayer:
 
     def __init__(self, kernels: ctypes.CDLL, experts: Experts, num_threads: int) -> None:
         router, shared = experts.router, experts.shared
-        weights = _weights(experts)
-        lone = weights
+        lone = EXPERTS()  # not read without a shared expert
         if shared is not None:
             lone = _weights(experts._replace(gate_up=shared.gate_up, down=shared.down, biases=None))
-        if experts.num_held != experts.num_experts:
+        if experts.num_held != experts.num_experts or router.dtype != experts.gate_up.dtype:
             raise ValueError(
-                f"{experts.num_held} of {experts.num_experts} experts are in this process."
+                f"a router of {experts.num_experts} experts in {router.dtype} does not fit "
+                f"{experts.num_held} experts in {experts.gate_up.dtype}."
             )
         self._router = router.columns, router.dtype
         self._per_token = experts.routing.per_token
         self._experts = experts  # keeps the memory behind the addresses
         self._layer = LAYER(
             routing=_routing(experts),
-            experts=weights,
+            experts=_weights(experts),
             shared_expert=lone,
             router=router.data_ptr(),
             router_rows=router.rows,
@@ -174,9 +168,10 @@ def _weights(experts: Experts) -> Any:
     """
     gate_up, down = experts.gate_up, experts.down
     require_sizes(gate_up.columns, down.columns)
-    if down.dtype != gate_up.dtype:
+    if gate_up.rows != experts.num_held * 2 * down.columns or down.dtype != gate_up.dtype:
         raise ValueError(
-            f"gate and up are {gate_up.dtype}, but down is {down.dtype}; use one dtype."
+            f"weights {tuple(gate_up.shape)} {gate_up.dtype} and {tuple(down.shape)} "
+            f"{down.dtype} do not belong to the same experts."
         )
     _, gate_up_bias, down_bias = experts.biases or (None, None, None)
     _require_bias(gate_up_bias, gate_up)

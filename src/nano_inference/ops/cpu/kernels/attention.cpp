@@ -103,6 +103,7 @@ Tile<T> with_values(Tile<T> tile, const Walk<T>& walk) {
   return tile;
 }
 
+// Copy a query, widened if products read floats.
 template <class T>
 void copy_line(T* to, const T* from, int64_t head_dim) {
   memcpy(to, from, size_t(head_dim) * sizeof(T));

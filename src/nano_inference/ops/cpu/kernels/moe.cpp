@@ -19,8 +19,10 @@ constexpr int64_t ROW_BLOCK = 512;      // rows of a layer whose products are in
 constexpr int64_t ROW_CHUNK = 64;       // rows of an expert that a thread takes at a time
 constexpr int64_t PANELS_OF_GATE = 12;  // and panels of its outputs
 constexpr int64_t PANELS_OF_DOWN = 24;
-constexpr int64_t FEW_ROWS = 4;         // of an expert: its weights are read once, so that items may be large,
-constexpr int64_t ITEMS_OF_A_THREAD = 8;  // as long as each thread has some
+// With at most this many rows, an expert's weights are read once, so its items are as large as all threads' work allows.
+// With fewer rows a thread, threads share the router by columns.
+constexpr int64_t FEW_ROWS = 4;
+constexpr int64_t ITEMS_OF_A_THREAD = 8;
 
 int64_t up_to_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
@@ -179,7 +181,7 @@ class Products {
     up_.store(0, std::memory_order_relaxed), low_.store(0, std::memory_order_relaxed);
   }
 
-  // All threads call it after `arrange`, and wait before they read `product`.
+  // All threads call it after `arrange`, and wait before they read results by `of`.
   void run(Team& team, const T* x, const Chosen& chosen, const Weights<T>& weights) {
     const int64_t hidden = weights.hidden(), count = chosen.count;
     for (int64_t i = team.begin(count); i < team.end(count); i++)

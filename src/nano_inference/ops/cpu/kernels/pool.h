@@ -4,8 +4,8 @@
 
 namespace nano {
 
-// Where the threads of a team wait for each other. They count in groups of eight, each in a cache line of its own, and
-// the last of a group counts for the group: a single line would pass through the cores of all threads, one by one.
+// A barrier for the threads of a team. Groups of eight threads count their arrivals in a cache line of their own, and the
+// last of a group arrives for it. A single line would pass through the cores of all threads, one by one.
 class Barrier {
  public:
   void wait(int thread, int size);

@@ -101,7 +101,7 @@ inline Vec vexp2(Vec x) {
   Vec whole = vround(x);
   return vscale(exp2_of_part(vsub(x, whole)), whole);
 }
-// The bits of vexp2 for x of at most 0 while denormal numbers are flushed: one factor, which is 0 below 2^-126.
+// Equals vexp2 if x is at most 0 and denormal numbers are flushed. It multiplies once, by 0 if 2^x is below 2^-126.
 inline Vec vexp2_low(Vec x) {
 #if defined(NANO_AVX512)
   return vexp2(x);  // scales by one instruction
