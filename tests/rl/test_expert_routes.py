@@ -11,7 +11,8 @@ from torch import Tensor
 
 from nano_inference import InferenceEngine, InvalidRequest, SamplingParams
 from nano_inference.arrays import as_torch
-from nano_inference.ops.cpu import moe as cpu_moe
+from nano_inference.ops.cpu.moe import CpuMoeLayer
+from nano_inference.ops.moe import Note
 from nano_inference.ops.reference import backend as reference
 from nano_inference.rl import PolicyModel, score
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
@@ -49,14 +50,24 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Record the experts of every expert layer call from now on, by the backend's `route`."""
     calls: list[Tensor] = []
 
-    for module in (reference, cpu_moe):
-        mixture = module.mixture
+    mixture, call = reference.mixture, CpuMoeLayer.__call__
 
-        def spy(steps: Any, x: Tensor, experts: Any, *rest: Any, _mixture: Any = mixture) -> Tensor:
-            calls.append(steps.route(x, experts)[0])
-            return _mixture(steps, x, experts, *rest)
+    def spy(steps: Any, x: Tensor, experts: Any, *rest: Any) -> Tensor:
+        calls.append(steps.route(x, experts)[0])
+        return mixture(steps, x, experts, *rest)
 
-        monkeypatch.setattr(module, "mixture", spy)
+    def spied_call(
+        layer: CpuMoeLayer, x: Any, out: Any, note: Note | None = None, routed: Any = None
+    ) -> None:
+        def record(ids: Any) -> None:
+            calls.append(ids)
+            if note is not None:
+                note(ids)
+
+        call(layer, x, out, record, routed)
+
+    monkeypatch.setattr(reference, "mixture", spy)
+    monkeypatch.setattr(CpuMoeLayer, "__call__", spied_call)
     return calls
 
 
