@@ -451,7 +451,9 @@ def serve(
 @app.command()
 def agents(
     model: Model = "smollm2-135m",
-    parts: Annotated[str, typer.Option(help="Parts, separated by commas: turns, 8k.")] = "turns,8k",
+    parts: Annotated[
+        str, typer.Option(help="Parts, separated by commas: turns, 8k, chat.")
+    ] = "turns,8k",
     files: Annotated[
         str, typer.Option(help="GGUF files: BF16, Q8_0, Q4_1, Q4_0, Q4_K_M.")
     ] = "BF16,Q8_0",

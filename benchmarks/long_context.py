@@ -1,38 +1,60 @@
-"""`python -m benchmarks.long_context`: decode speed of one stream after a long context, and the
-time of a weight update.
+"""`python -m benchmarks.long_context`: decode speed of one stream after a long context, with keys and
+values in 16 and in 8 bits, in turns, and the time of a weight update.
 """
 
 import argparse
 import random
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from benchmarks import measure
-from benchmarks.ours import Options, opened
+from benchmarks.ours import Options, described, opened
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.checkpoints.loading import read_tensors, resolve_model
 
 STEPS = 64
+KEPT = ("auto", "int8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
-    options = Options()
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--contexts", default="128,1024,4096")
+    parser.add_argument("--updates", action="store_true", help="also measure weight updates")
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    options = Options(chosen.model, repeats=chosen.repeats)
+    contexts = [int(each) for each in chosen.contexts.split(",")]
+    sizes: dict[str, Any] = {
+        "max_model_len": max(contexts) + 4 * STEPS,
+        "max_batch_size": 4,
+        "max_tokens_per_batch": 2048,
+    }
     rows: list[measure.Row] = []
-    with opened(options) as engine:
-        for context in (128, 1024, 4096):
-            watch = measure.Stopwatch()
-            for _ in range(repeats):
-                prefill(engine, context)
-                watch.time(lambda: [engine.step() for _ in range(STEPS)])
+    with ExitStack() as stack:
+        engines = {
+            kept: stack.enter_context(opened(options, **sizes, kv_cache_dtype=kept))
+            for kept in KEPT
+        }
+        for context in contexts:
+            watches = {kept: measure.Stopwatch() for kept in KEPT}
+            for kept in KEPT:
+                prefill(engines[kept], context)
+            for number in range(chosen.repeats):
+                for kept in KEPT[:: 1 if number % 2 else -1]:
+                    watches[kept].time(partial(run, engines[kept], STEPS // chosen.repeats))
+            for kept, engine in engines.items():
                 engine.abort()
-            rows.append(watch.row(name=f"decode at {context:,}", tokens_per_s=watch.rates(STEPS)))
-        for dtype, weights in state_dicts(options.model).items():
-            watch = measure.Stopwatch()
-            for _ in range(repeats):
-                watch.time(lambda weights=weights: engine.update_weights(weights, blocking=True))
-            size = sum(tensor.numel() * 2 for tensor in weights.values())
-            rows.append(watch.row(name=f"update from {dtype}", bytes_per_s=watch.rates(size)))
+                name = f"decode at {context:,}, {kept}"
+                rates = watches[kept].rates(STEPS // chosen.repeats)
+                rows.append(
+                    watches[kept].row(name=name, tokens_per_s=rates, config=described(engine))
+                )
+        if chosen.updates:
+            rows += updates(engines["auto"], options)
     rates = ("tokens_per_s", "bytes_per_s")
     columns = {
         "what": lambda r: r["name"],
@@ -41,7 +63,7 @@ def main() -> None:
     }
     columns["per second"] = lambda r: next(r[name] for name in rates if name in r)
     measure.show("one stream, and updates", columns, rows)
-    measure.write("long_context", rows, options.as_dict(), None, options.model)
+    measure.write("long_context", rows, options.as_dict(), chosen.out, options.model)
 
 
 def prefill(engine: InferenceEngine, context: int) -> None:
@@ -49,11 +71,28 @@ def prefill(engine: InferenceEngine, context: int) -> None:
     engine.flush_cache()
     ids = [random.randrange(100, 49000) for _ in range(context)]
     engine.add_request(ids, SamplingParams(max_tokens=2 * STEPS, ignore_eos=True))
-    engine.step()
-    engine.step()
+    before = engine.stats().completion_tokens
+    while engine.stats().completion_tokens < before + 2:
+        engine.step()
 
 
-def state_dicts(model: str) -> dict[str, dict]:
+def run(engine: InferenceEngine, steps: int) -> None:
+    for _ in range(steps):
+        engine.step()
+
+
+def updates(engine: InferenceEngine, options: Options) -> list[measure.Row]:
+    rows: list[measure.Row] = []
+    for dtype, weights in state_dicts(options.model).items():
+        watch = measure.Stopwatch()
+        for _ in range(options.repeats):
+            watch.time(lambda weights=weights: engine.update_weights(weights, blocking=True))
+        size = sum(tensor.numel() * 2 for tensor in weights.values())
+        rows.append(watch.row(name=f"update from {dtype}", bytes_per_s=watch.rates(size)))
+    return rows
+
+
+def state_dicts(model: str) -> dict[str, dict[str, Any]]:
     """Return the checkpoint in float32 and in bfloat16."""
     whole = dict(read_tensors(resolve_model(model)))
     return {

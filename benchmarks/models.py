@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.mtp import trained_model
 from nano_inference.checkpoints.gguf.file import described_by
 from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.models.parameters.slots import slots
@@ -109,7 +110,10 @@ QWEN_30B_A3B_CONFIG = QWEN_CONFIG | {
     "mlp_only_layers": [],
     "tie_word_embeddings": False,
 }
+# Four layers of Qwen3-0.6B, for contexts that all 28 would take long to compute
+QWEN_4_LAYERS_CONFIG = QWEN_CONFIG | {"num_hidden_layers": 4}
 RANDOM = {
+    "qwen3-4-layers-random": QWEN_4_LAYERS_CONFIG,
     "qwen3-0.6b-random": QWEN_CONFIG,
     "qwen3-4b-random": QWEN_4B_CONFIG,
     "qwen3-30b-a3b-8-layers-random": QWEN_30B_A3B_CONFIG,
@@ -119,12 +123,17 @@ RANDOM = {
 }
 
 
+WITH_MTP = "smollm2-135m-mtp"
+
+
 def model_path(name: str) -> Path:
     """Return a model's folder, which peers load too: any path that the engine accepts, or one of
-    `RANDOM`, made at its first use.
+    `RANDOM` or `WITH_MTP`, made at its first use.
     """
     if name in RANDOM:
         return random_model(CACHE / name, RANDOM[name])
+    if name == WITH_MTP:
+        return trained_model(CACHE / name, model_path("smollm2-135m"))
     source = resolve_model(name)
     if described_by(source) is None:
         return source

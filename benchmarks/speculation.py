@@ -20,6 +20,7 @@ from benchmarks.ours import Options, described, opened
 from benchmarks.peers.drafts import Stream
 from benchmarks.workloads import TAIL_MEDIAN, TAIL_SIGMA
 from nano_inference import Grammar, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.config import MTP
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import SpeculationStats
 
@@ -146,14 +147,15 @@ def measure(options: Options, source: str, tasks: tuple[Task, ...] = TASKS) -> l
 
     Args:
         options: Options of the engines.
-        source: Source of the drafts, `EngineConfig.speculation`.
+        source: Source of the drafts, `EngineConfig.speculation` or `"mtp"`.
         tasks: Tasks to run.
     """
     rows: list[Row] = []
     with ExitStack() as stack:
         sizes = {"max_batch_size": 64, "max_model_len": 1024, "kv_cache_memory": 1 << 30}
         plain = stack.enter_context(opened(options, **sizes))
-        drafted = stack.enter_context(opened(options, **sizes, speculation=source))
+        setting = "draft_model" if source == MTP else "speculation"
+        drafted = stack.enter_context(opened(options, **sizes, **{setting: source}))
         for engine in (plain, drafted):
             engine.generate(CODES[0], SamplingParams(max_tokens=8), progress=False)
         for task in tasks:

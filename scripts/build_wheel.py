@@ -27,7 +27,7 @@ def main(target: Path) -> None:
         _build("--sdist", target)
         try:
             for name in INSTRUCTION_SETS:
-                if (name == "neon") == (platform.machine() in ARM):
+                if name.startswith("neon") == (platform.machine() in ARM):
                     build_for_wheel(PREBUILT, name)
             _build("--wheel", made)
         finally:

@@ -166,8 +166,9 @@ class EngineConfig:
             None disables it.
         draft_layers: Number of the policy's layers that `draft_model="self"` uses, spread evenly
             and including the first and the last. None uses all.
-        draft_quantization: Format of the codes of `draft_model="self"`, as for `quantization`. They
-            are made from the policy's weights after each update. None shares the policy's weights.
+        draft_quantization: Format of the codes of `draft_model="self"`, or of `"mtp"` and the head
+            that it draws with, as for `quantization`. They are made from the policy's weights after
+            each update. None shares the policy's weights.
         max_drafts: Maximum draft tokens per sample and step.
         enable_return_routed_experts: Record the experts of every token, so that samples can return
             them (`SamplingParams.routed_experts`). The record takes two bytes per expert and counts

@@ -246,9 +246,6 @@ _NO_PREFIXES = Asked("enable_prefix_caching", (False,))
 _adapters = _feature("LoRA adapters", "max_loras", "loras")
 _experts = _feature("recording of routed experts", "enable_return_routed_experts")
 _draft = _feature("draft models", "draft_model")
-_cheaper = _feature(
-    "cheaper copies of the policy as draft models", "draft_layers", "draft_quantization"
-)
 _kept = _feature("files of kept KV blocks", "kept_cache_folder")
 _coded_keys = _feature("a KV cache in 8 bits", "kv_cache_dtype")
 _context = _feature("context parallel", "context_parallel")
@@ -341,10 +338,15 @@ ENGINE_ROWS = (
     _feature("draft heads", HEADS)(
         "CUDA has no kernels for draft heads", "use draft_model='self'", backends=TORCHS
     ),
-    _cheaper(
+    _feature("fewer layers of the policy as draft models", "draft_layers")(
         "it describes a cheaper copy of the policy",
         "set draft_model='self', or omit it",
         needs=(Asked("draft_model", ("self",)),),
+    ),
+    _feature("quantized drafts", "draft_quantization")(
+        "it describes a cheaper copy of the policy's weights",
+        "set draft_model='self' or 'mtp', or omit it",
+        needs=(Asked("draft_model", ("self", "mtp")),),
     ),
     _feature("drafts by the policy itself", Asked("draft_model", ("self",)))(
         "a full copy of the policy saves no time",

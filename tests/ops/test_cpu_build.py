@@ -521,10 +521,11 @@ ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd evtstrm bf16\nCPU
         ("Linux", "x86_64", X86.format("avx_vnni"), "avx2_vnni"),
         ("Linux", "x86_64", "flags\t\t: fpu sse2\n", "portable"),
         ("Linux", "aarch64", ARM, "neon"),
+        ("Linux", "aarch64", ARM.replace("evtstrm", "asimddp"), "neon_dot"),
         ("Linux", "aarch64", ARM.replace("asimd", ""), "portable"),
         ("Linux", "aarch64", None, "portable"),
         ("Linux", "riscv64", ARM, "portable"),
-        ("Darwin", "arm64", None, "neon"),
+        ("Darwin", "arm64", None, "neon_dot"),
         ("Darwin", "x86_64", None, "portable"),
     ],
 )
@@ -625,6 +626,7 @@ def test_native_tuning_is_for_x86_only() -> None:
     assert "-mtune=native" in build.compiler_flags("avx2", "x86_64")
     assert "-mtune=native" not in build.compiler_flags("neon", "aarch64")
     assert "-DNANO_NEON" in build.compiler_flags("neon", "arm64")
+    assert "-DNANO_DOT" in build.compiler_flags("neon_dot", "arm64")
 
 
 @pytest.mark.thorough(cases=[])

@@ -89,7 +89,7 @@ def portable(name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(CROSS is None, reason="there is no cross compiler, aarch64-linux-gnu-g++")
 @pytest.mark.skipif(EMULATOR is None, reason="there is no emulator, qemu-aarch64")
-@pytest.mark.parametrize("name", ["neon", "portable", "neon+tiles"])
+@pytest.mark.parametrize("name", ["neon_dot", "neon", "portable", "neon_dot+tiles"])
 def test_aarch64_has_the_same_bits(
     native: dict[str, dict[str, str]], name: str, tmp_path: Path
 ) -> None:

@@ -9,8 +9,9 @@ Papers: Medusa, Cai et al. 2024, arXiv 2401.10774; EAGLE-3, Li et al. 2025, arXi
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,6 +222,10 @@ class HeadWeights:
         """Read all parameters from a folder. Raise `ConfigError` or `ModelLoadError`."""
         host = self._device is HOST
         self.write(self.checked(read_tensors(folder, HOST) if host else read_tensors(folder)))
+
+    def replacing(self, weights: Iterable[tuple[str, Tensor]]) -> Callable[[], None]:
+        """Check some parameters as `checked` does, and return the function that writes them."""
+        return partial(self.write, self.checked(weights))
 
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> NewHeads:
         """Check some parameters, given by any of their public names, and return them for `write`.

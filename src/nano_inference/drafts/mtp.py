@@ -6,11 +6,17 @@ the inputs and the choice between normed and raw states are those of vLLM's `dee
 `glm4_moe_mtp.py`, `mimo_mtp.py`, `qwen3_next_mtp.py` and `qwen3_5_mtp.py`.
 """
 
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listed
+from typing import Any
 
-from nano_inference.arrays import Tensor
+from nano_inference.arrays import Tensor, dtype_name, of_kind
+from nano_inference.core.sequence import Sequence
 from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.drafts.coded_copies import CodedCopies
 from nano_inference.drafts.layer_drafts import LayerDrafts, side_by_side
+from nano_inference.drafts.source import Guess
+from nano_inference.errors import ConfigError
 from nano_inference.models.blocks.attention import Attention
 from nano_inference.models.blocks.build import build_layer, build_mixtures
 from nano_inference.models.blocks.gated_attention import GatedAttention
@@ -19,6 +25,9 @@ from nano_inference.models.blocks.layer import Layer
 from nano_inference.models.blocks.linear import Linear
 from nano_inference.models.blocks.step import ModelPart, Step
 from nano_inference.models.decoder import Decoder
+from nano_inference.models.parameters.mtp import mtp_table
+from nano_inference.models.parameters.slots import Slot, slots
+from nano_inference.models.parameters.values import WEIGHT_DTYPES, write
 from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.sharding.shard import shard_of
 from nano_inference.models.spec.mtp import PARAMS
@@ -37,15 +46,24 @@ class MtpDrafts(LayerDrafts):
     Args:
         policy: Model with these parameters, and with a tap after its last layer.
         storage, scratch: As in `LayerDrafts`.
+        copies: Quantized copies of these parameters and of the head. None: the policy's own.
     """
 
     name = "mtp"
 
-    def __init__(self, policy: Decoder, storage: KVStorage, scratch: Listed[int]) -> None:
+    def __init__(
+        self,
+        policy: Decoder,
+        storage: KVStorage,
+        scratch: Listed[int],
+        copies: CodedCopies | None = None,
+    ) -> None:
         assert policy.spec.mtp is not None
         super().__init__(policy, storage, scratch)
-        spec = mtp_layer(policy.spec)
-        self.spec, self.part = policy.spec.mtp, _part_of(policy)
+        spec, self._copies = mtp_layer(policy.spec), copies
+        params = policy.params if copies is None else copies.params
+        self.spec, self.part = policy.spec.mtp, _part_of(policy, params)
+        self._head = params["embed" if policy.spec.tie_word_embeddings else "head"]
         layer = build_layer(self.part, 0, build_mixtures(self.part))
         assert isinstance(layer, Layer)
         assert isinstance(layer.mixer, Attention | GatedAttention | LatentAttention)
@@ -76,7 +94,12 @@ class MtpDrafts(LayerDrafts):
         return normed, computed if self.spec.feeds_stream else normed.float()
 
     def draw(self, rows: Tensor, batch: SamplingBatch) -> Draw:
-        return self.policy.draw(rows, batch)
+        return self.policy.ops.sample(rows, self._head, self.policy.logit_scale, batch)
+
+    def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
+        if self._copies is not None:
+            self._copies.follow()
+        return super().propose(seqs, most)
 
     def _joined(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView) -> X:
         """Return the layer's residual stream: embeddings and hidden states, joined."""
@@ -95,14 +118,55 @@ class MtpDrafts(LayerDrafts):
         return Step(ops, batch, view, plans, inputs=None, routes=None, taps=None)
 
 
-def _part_of(policy: Decoder) -> ModelPart:
-    """Return the layer's part of a policy, as a model of one layer."""
+class MtpWeights:
+    """Parameters of a policy's multi-token prediction layer, to replace between two steps.
+
+    Args:
+        policy: Model with these parameters.
+        copies: Quantized copies of them, which follow.
+    """
+
+    def __init__(self, policy: Decoder, copies: CodedCopies | None = None) -> None:
+        self._policy, self._copies = policy, copies
+        self._slots = slots(mtp_table(policy.part.whole))
+
+    def replacing(self, weights: Iterable[tuple[str, Tensor]]) -> Callable[[], None]:
+        """Check some parameters, given by their names in the checkpoint, and return the function
+        that writes them. Raise `ConfigError` for a tensor that is not one of them.
+        """
+        new: list[tuple[Slot, Tensor]] = []
+        for name, tensor in weights:
+            slot = self._slots.get(name)
+            if slot is None or tuple(tensor.shape) != slot.shape:
+                reason = "is unknown" if slot is None else f"must have shape {slot.shape}"
+                raise ConfigError(
+                    f"the layer of multi-token prediction: tensor {name!r} of shape "
+                    f"{tuple(tensor.shape)} {reason}."
+                )
+            if dtype_name(tensor.dtype) not in WEIGHT_DTYPES:
+                raise ConfigError(
+                    f"the layer of multi-token prediction: tensor {name!r} has dtype "
+                    f"{dtype_name(tensor.dtype)}; send it unquantized."
+                )
+            new.append((slot, of_kind(self._policy.dtype, tensor)))
+
+        def write_all() -> None:
+            for slot, tensor in new:
+                write(self._policy.params, slot, tensor)
+            if self._copies is not None:
+                self._copies.write()
+
+        return write_all
+
+
+def _part_of(policy: Decoder, params: Mapping[str, Any]) -> ModelPart:
+    """Return the layer's part of a policy's parameters, as a model of one layer."""
     spec = mtp_layer(policy.spec)
     return ModelPart(
         spec=spec,
         params={
             name.removeprefix(PARAMS): param
-            for name, param in policy.params.items()
+            for name, param in params.items()
             if name.startswith(PARAMS)
         },
         ops=policy.ops,

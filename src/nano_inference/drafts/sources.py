@@ -1,30 +1,31 @@
 """The drafter of an engine: its sources, and the costs of steps, measured once at start."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Listed
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nano_inference.config import MTP, SELF, EngineConfig, SchedulerConfig, Speculation
 from nano_inference.core.loop import Abort, EngineLoop, LoopHooks, OnFinish, Watch
 from nano_inference.core.sequence import DRAFT, POLICY, CheckedRequest, Sequence, Sequences
 from nano_inference.device.runner import ModelRunner
+from nano_inference.drafts.coded_copies import CodedCopies
 from nano_inference.drafts.costs import ROWS, StepCosts
 from nano_inference.drafts.drafter import Drafter, may_draft
 from nano_inference.drafts.eagle import EagleDrafts
 from nano_inference.drafts.heads import HeadWeights, MedusaSpec
 from nano_inference.drafts.history import HistoryDrafts
-from nano_inference.drafts.layer_drafts import LayerDrafts
 from nano_inference.drafts.medusa import MedusaDrafts
 from nano_inference.drafts.model import ModelDrafts
-from nano_inference.drafts.mtp import MtpDrafts
+from nano_inference.drafts.mtp import MtpDrafts, MtpWeights
 from nano_inference.drafts.source import NO_GUESS, DraftSource, Guess
 from nano_inference.drafts.suffix import SuffixDrafts
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters.storage import form_of, numbers_of
+from nano_inference.models.parameters.mtp import drafting_table
+from nano_inference.models.parameters.storage import coded_copies
 from nano_inference.sampling.drafted import Drafts
 from nano_inference.types import SamplingParams, TrainingSample
 
@@ -66,9 +67,10 @@ TEXT_SOURCES: dict[Speculation, tuple[Callable[[], DraftSource], ...]] = {
 
 
 class MadeDrafter(NamedTuple):
-    """A drafter and the hooks that it needs (`LoopHooks`)."""
+    """A drafter, the weights of its heads, and the hooks that it needs (`LoopHooks`)."""
 
     drafter: Drafter | None = None
+    weights: HeadWeights | MtpWeights | None = None
     watches: tuple[Watch, ...] = ()
     on_finish: tuple[OnFinish, ...] = ()
 
@@ -96,13 +98,18 @@ def make_drafter(
     watches: tuple[Watch, ...] = ()
     sources = [ForcedDrafts(), *(make() for make in TEXT_SOURCES[config.speculation])]
     on_finish = tuple(partial(_keep, each) for each in sources if isinstance(each, HistoryDrafts))
-    model = None
-    if heads is not None or config.draft_model == MTP:
+    model, weights = None, heads
+    if config.draft_model == MTP:
+        model, weights = _mtp_drafts(config, sequences, cache, runner)
+        watches = (model.see,)
+    elif heads is not None:
         model = _head_drafts(heads, cache, runner)
         watches = (model.see,)
     elif config.draft_model is not None:
         model = _model_drafts(config, sequences, cache, runner)
-    return MadeDrafter(Drafter(sources, measure(), config.max_drafts, model), watches, on_finish)
+    return MadeDrafter(
+        Drafter(sources, measure(), config.max_drafts, model), weights, watches, on_finish
+    )
 
 
 def _model_drafts(
@@ -111,8 +118,7 @@ def _model_drafts(
     model, storage = runner.models[DRAFT], runner.storages[DRAFT]
     follow = None
     if config.draft_quantization is not None:
-        versions = sequences.versions
-        follow = CodedCopies(runner.models[POLICY], model, lambda: versions[POLICY]).follow
+        follow = _copies(runner.models[POLICY], model.params, sequences).follow
     return ModelDrafts(
         "self" if config.draft_model == SELF else "model",
         model,
@@ -123,45 +129,31 @@ def _model_drafts(
     )
 
 
-class CodedCopies:
-    """Quantized copies of the policy's weights in a draft model, updated with the policy.
+def _mtp_drafts(
+    config: EngineConfig, sequences: Sequences, cache: KVCacheManager, runner: ModelRunner
+) -> tuple[MtpDrafts, MtpWeights]:
+    policy, storage, copies = runner.models[POLICY], runner.storages[DRAFT], None
+    if config.draft_quantization is not None:
+        table, matrix = drafting_table(policy.spec), policy.ops.allocate
+        params = coded_copies(table, policy.params, matrix, config.draft_quantization)
+        copies = _copies(policy, params, sequences)
+    scratch = range(cache.num_blocks, storage.num_blocks)
+    return MtpDrafts(policy, storage, scratch, copies), MtpWeights(policy, copies)
 
-    Args:
-        policy: Model to copy.
-        draft: Draft model of the same shape. Some of its matrices may be quantized copies.
-        version: Function that returns the version of the policy's weights.
-    """
 
-    def __init__(self, policy: Decoder, draft: Decoder, version: Callable[[], int]) -> None:
-        self._version, self._copied = version, version()  # already copied by `coded_copies`
-        self._copies = [
-            (policy.params[name], copy)
-            for name, copy in draft.params.items()
-            if copy is not policy.params.get(name) and form_of(copy) is not None
-        ]
-
-    def follow(self) -> None:
-        """Quantize the policy's weights again if they have changed."""
-        version = self._version()
-        if version == self._copied:
-            return
-        for weight, copy in self._copies:
-            copy.write(0, numbers_of(weight))
-        self._copied = version
+def _copies(policy: Decoder, params: Mapping[str, Any], sequences: Sequences) -> CodedCopies:
+    return CodedCopies(policy, params, lambda: sequences.versions[POLICY])
 
 
 def _head_drafts(
-    heads: HeadWeights | None, cache: KVCacheManager, runner: ModelRunner
-) -> MedusaDrafts | LayerDrafts:
-    """Return the source that runs these heads. None: the policy's multi-token prediction layer."""
+    heads: HeadWeights, cache: KVCacheManager, runner: ModelRunner
+) -> MedusaDrafts | EagleDrafts:
+    """Return the source that runs these heads."""
     policy = runner.models[POLICY]
-    if heads is not None and isinstance(heads.spec, MedusaSpec):
+    if isinstance(heads.spec, MedusaSpec):
         return MedusaDrafts(policy, heads)
     storage = runner.storages[DRAFT]
-    scratch = range(cache.num_blocks, storage.num_blocks)
-    if heads is None:
-        return MtpDrafts(policy, storage, scratch)
-    return EagleDrafts(policy, heads, storage, scratch)
+    return EagleDrafts(policy, heads, storage, range(cache.num_blocks, storage.num_blocks))
 
 
 def _keep(

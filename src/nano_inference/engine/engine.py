@@ -120,12 +120,11 @@ class InferenceEngine:
             take_routes, numerics = route_taker(self.model), self.numerics.fingerprint
             self.intake = Intake(checks, sequences, numerics, config.seed, take_routes)
             undo.callback(self.intake.grammars.close)
-            self._draft_heads = parts.heads
             made = make_drafter(
                 *(config, sequences, self.cache, self.runner, parts.heads),
                 lambda: self._step_costs(sequences, lockstep is not None),
             )
-            self.drafter = made.drafter
+            self.drafter, self._draft_weights = made.drafter, made.weights
             self.weight_sync = manager_of(
                 *(self.model, self.runner, gate, lock, self.memory_budget.workspace),
                 shared=lambda: self.shared,
@@ -518,27 +517,28 @@ class InferenceEngine:
         return receive_update(self.weight_sync, transport, timeout=timeout, **options)
 
     def update_draft(self, weights: Mapping[str, Tensor] | str | PathLike[str]) -> None:
-        """Replace some or all weights of the draft heads (`draft_model`), between two steps.
+        """Replace some or all weights of the draft heads (`draft_model`), or of the policy's layer
+        of multi-token prediction, between two steps.
 
         No bit of a sample depends on them, so weight versions and cached prefixes stay unchanged.
-        Raises `ConfigError` for a tensor that does not belong to the heads, with nothing written,
-        and `InvalidRequest` without draft heads.
+        Raises `ConfigError` for a tensor that does not belong to them, with nothing written, and
+        `InvalidRequest` without draft heads.
 
         Args:
-            weights: Tensors by their names in the heads' folder, or a folder or file of
-                safetensors.
+            weights: Tensors by their names in the heads' folder or in the policy's checkpoint, or a
+                folder or file of safetensors.
         """
         self.shared.require_alive()
-        heads = self._draft_heads
-        if heads is None:
+        held = self._draft_weights
+        if held is None:
             raise InvalidRequest(
                 f"draft_model={self.config.draft_model!r} does not name draft heads; only their "
                 "weights can be updated."
             )
         named = dict(weights) if isinstance(weights, Mapping) else dict(read_tensors(Path(weights)))
         device = self.model.device
-        new = heads.checked((name, taken(each, device)) for name, each in named.items())
-        self.shared.between_steps(POLICY, lambda: heads.write(new))
+        write = held.replacing((name, taken(each, device)) for name, each in named.items())
+        self.shared.between_steps(POLICY, write)
 
     # -- embeddings --------------------------------------------------------------------------------
 

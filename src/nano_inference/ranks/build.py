@@ -26,7 +26,7 @@ from nano_inference.device.quantization import settle_quantization
 from nano_inference.drafts.heads import EagleSpec, HeadsSpec, heads_bytes, read_heads
 from nano_inference.errors import ConfigError
 from nano_inference.features import ENGINE_LIMITS, NO_ROUTES, Runs, Setting, require
-from nano_inference.models.parameters.mtp import whole_table
+from nano_inference.models.parameters.mtp import drafting_table, whole_table
 from nano_inference.models.parameters.storage import codes_bytes, num_bytes, require_whole_groups
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.sharding.rank_exchange import RankExchange
@@ -224,7 +224,9 @@ def _guessed_claims(
     weights = sum(num_bytes(whole_table(part.whole, part), dtype, config.codes) for part in models)
     policy = parts[POLICY]
     copied = config.draft_quantization
-    weights += codes_bytes(param_table(policy.whole, policy), dtype, copied)
+    table = param_table(policy.whole, policy)
+    table = drafting_table(policy.whole) if config.draft_model == MTP else table
+    weights += codes_bytes(table, dtype, copied)
     weights += 0 if heads is None else heads_bytes(heads[1], dtype)
     if memory is None:
         return Claims(weights)

@@ -112,13 +112,30 @@ def _layer(
     normed = _norm(spec, params, "layers.0.hidden_norm.weight", hidden)
     residual = normed if spec.norm_before_residual else hidden
     x = torch.cat([_norm(spec, params, "layers.0.input_layernorm.weight", embedded), normed], dim=1)
-    count = len(x)
     q, k, v = (_heads(spec, params, x, each, depth) for each in "qkv")
     keys.append(k)
     values.append(v)
-    groups = layer.num_heads // layer.num_kv_heads
-    scale = layer.attention_scale
-    # all earlier bases, and this row's previous depths
+    attended = attend_by_depth(q, keys, values, layer.attention_scale)
+    attention, mlp = "layers.0.self_attn", "layers.0.mlp"
+    bias = params.get(f"{attention}.o_proj.bias")
+    row = residual + functional.linear(attended, params[f"{attention}.o_proj.weight"], bias)
+    normed = _norm(spec, params, "layers.0.post_attention_layernorm.weight", row)
+    gate = functional.linear(normed, params[f"{mlp}.gate_proj.weight"])
+    up = functional.linear(normed, params[f"{mlp}.up_proj.weight"])
+    gated = functional.silu(gate) if layer.activation == "silu" else _gelu(gate)
+    return row + functional.linear(gated * up, params[f"{mlp}.down_proj.weight"])
+
+
+def attend_by_depth(q: Tensor, keys: list[Tensor], values: list[Tensor], scale: float) -> Tensor:
+    """Attend from rows of the last depth to all earlier bases, and to the same row's previous
+    depths: [N, heads * D].
+
+    Args:
+        q: Queries, [heads, N, D].
+        keys, values: Those of each depth up to this one, [kv heads, at least N, D].
+        scale: Factor of the products of queries and keys.
+    """
+    count, groups = q.shape[1], len(q) // len(keys[0])
     base = q @ keys[0][:, :count].repeat_interleave(groups, 0).transpose(1, 2) * scale
     base = base.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
     drafted = [
@@ -129,15 +146,7 @@ def _layer(
     for i, previous in enumerate(values[1:]):
         own_values = previous[:, :count].repeat_interleave(groups, 0)
         out = out + weights[..., count + i, None] * own_values
-    attended = out.transpose(0, 1).flatten(1)
-    attention, mlp = "layers.0.self_attn", "layers.0.mlp"
-    bias = params.get(f"{attention}.o_proj.bias")
-    row = residual + functional.linear(attended, params[f"{attention}.o_proj.weight"], bias)
-    normed = _norm(spec, params, "layers.0.post_attention_layernorm.weight", row)
-    gate = functional.linear(normed, params[f"{mlp}.gate_proj.weight"])
-    up = functional.linear(normed, params[f"{mlp}.up_proj.weight"])
-    gated = functional.silu(gate) if layer.activation == "silu" else _gelu(gate)
-    return row + functional.linear(gated * up, params[f"{mlp}.down_proj.weight"])
+    return out.transpose(0, 1).flatten(1)
 
 
 def _heads(spec: EagleSpec, params: Params, x: Tensor, which: str, depth: int) -> Tensor:

@@ -7,7 +7,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,9 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.arrays import as_torch, dtype_name
-from nano_inference.core.sequence import POLICY
-from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.arrays import dtype_name
 from nano_inference.drafts.heads import (
     EagleSpec,
     HeadsSpec,
@@ -29,25 +26,19 @@ from nano_inference.drafts.heads import (
     table_of,
 )
 from nano_inference.engine.engine import InferenceEngine
-from nano_inference.engine.requests import checked_ids
-from nano_inference.errors import ConfigError, InvalidRequest
+from nano_inference.errors import ConfigError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.read import spec_from_config
-from nano_inference.models.taps import Taps
-from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.draft_modules import PolicyRows, eagle_rows, medusa_rows
+from nano_inference.rl.head_trainer import HeadTrainer
 from nano_inference.rl.tensors import numbers, torch_dtype
-from nano_inference.sampling.scaling import scaled
 from nano_inference.system.regular_files import read_json
 from nano_inference.types import TrainingSample
 
 Kind = Literal["medusa", "eagle"]
-DECAY = 0.8  # factor of the loss at each further depth
 INITIAL = 0.02  # standard deviation of new matrices
-MOST_ROWS = 256  # tokens of a sample at which agreement is measured
-BLOCK = 16
 WEIGHTS = "model.safetensors"
 
 
@@ -67,10 +58,8 @@ class Heads(NamedTuple):
     config: dict[str, Any]
 
 
-class DraftTrainer:
-    """Draft heads and their optimizer. The policy is frozen.
-
-    The engine recomputes the policy's rows of each sample with its current weights.
+class DraftTrainer(HeadTrainer):
+    """Medusa heads or an EAGLE-3 head, and their optimizer. The policy is frozen.
 
     Args:
         engine: Engine of the policy, on one rank.
@@ -109,25 +98,19 @@ class DraftTrainer:
                 f"DraftTrainer does not support {engine.spec.architecture}: its layers are of "
                 "several kinds."
             )
-        self._generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         if heads is None:
-            heads = _new_heads(engine, kind, places, known_tokens, self._generator)
-        spec, self.known, tensors, self._config = heads
-        if isinstance(spec, MedusaSpec) and not spec.projections:
-            raise ConfigError(
-                "cannot train heads that use the policy's projection; they need their own."
-            )
-        self.engine, self.spec = engine, spec
-        self.places = spec.num_heads if isinstance(spec, MedusaSpec) else places
-        self.params = {
-            name: torch.nn.Parameter(tensor.float().contiguous())
-            for name, tensor in tensors.items()
-            if name != "embed_tokens.weight"
-        }
-        self._embedding = tensors.get("embed_tokens.weight")  # frozen
-        self.optimizer = torch.optim.AdamW(
-            self.params.values(), lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.95)
-        )
+            heads = _new_heads(engine, kind, places, known_tokens, generator)
+        self.spec, known, tensors, self._config = heads
+        if isinstance(self.spec, MedusaSpec):
+            places = self.spec.num_heads
+            if not self.spec.projections:
+                raise ConfigError(
+                    "cannot train heads that use the policy's projection; they need their own."
+                )
+        tensors = dict(tensors)
+        self._embed_tokens = tensors.pop("embed_tokens.weight", None)  # frozen
+        super().__init__(engine, tensors, known, places, learning_rate, generator)
 
     @classmethod
     def from_folder(
@@ -143,171 +126,26 @@ class DraftTrainer:
         heads = _heads_of(engine, Path(folder))
         return cls(engine, places=places, learning_rate=learning_rate, seed=seed, heads=heads)
 
-    # -- training ----------------------------------------------------------------------------------
+    # -- the heads ---------------------------------------------------------------------------------
 
-    def train(
-        self, samples: Iterable[TrainingSample], *, epochs: int = 1, batch_size: int = 4
-    ) -> float:
-        """Train on the policy's samples and return the mean loss of the last epoch.
+    def _tapped(self) -> Sequence[int]:
+        return self.spec.layer_ids if isinstance(self.spec, EagleSpec) else ()
 
-        The loss is the cross entropy to the policy's distribution over the known tokens, in nats.
-
-        Args:
-            samples: Samples of the policy. Their prompts are not learned.
-            epochs: Number of passes over the samples.
-            batch_size: Samples in each step of the optimizer.
-        """
-        every = self._rows(samples)
-        head = numbers(self.engine.model.head).float()[self.known]
-        mean = float("nan")
-        for _ in range(epochs):
-            order = torch.randperm(len(every), generator=self._generator).tolist()
-            losses: list[float] = []
-            for begin in range(0, len(order), batch_size):
-                chosen = order[begin : begin + batch_size]
-                self.optimizer.zero_grad(set_to_none=True)
-                for index in chosen:
-                    loss = self._loss(every[index], head)
-                    (loss / len(chosen)).backward()
-                    losses.append(float(loss.detach()))
-                torch.nn.utils.clip_grad_norm_(self.params.values(), 1.0)
-                self.optimizer.step()
-            mean = sum(losses) / len(losses)
-        return mean
-
-    def refresh(self, samples: Iterable[TrainingSample], *, epochs: int = 1) -> float:
-        """Train on new samples and update the engine's draft heads."""
-        loss = self.train(samples, epochs=epochs)
-        self.engine.update_draft(self.weights())
-        return loss
-
-    @torch.no_grad()
-    def agreement(self, samples: Iterable[TrainingSample]) -> list[float]:
-        """Return, for each depth, how often the drafts up to it equal the policy's draws.
-
-        Drafts and draws share the noise, at temperature 1 without filters. Measures at most 256
-        tokens of each sample.
-        """
-        head = numbers(self.engine.model.head).float()
-        right, seen = [0] * self.places, [0] * self.places
-        for rows in self._rows(samples):
-            stop = min(len(rows.token_ids), rows.first + MOST_ROWS)
-            rows = replace(
-                rows,
-                token_ids=rows.token_ids[:stop],
-                hidden=rows.hidden[:stop],
-                taps=rows.taps[:stop],
-                embedded=rows.embedded[:stop],
-            )
-            self._count_right(rows, head, right, seen)
-        return [one / max(all_, 1) for one, all_ in zip(right, seen, strict=True)]
-
-    def _count_right(
-        self, rows: PolicyRows, head: Tensor, right: list[int], seen: list[int]
-    ) -> None:
-        first, stop = rows.targets(0)
-        if stop <= first:
-            return
-        logits = self._policy_logits(rows.hidden[first:stop], head)
-        uniform = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1))
-        noise = -(-uniform.clamp_min(1e-20).log()).log()
-        chosen = (logits.log_softmax(-1) + noise).argmax(-1)
-        so_far: Tensor | None = None
-        for depth, hidden in enumerate(self._draft_rows(rows)):
-            begin, _ = rows.targets(depth)
-            drafts = self._draft_logits(depth, hidden).log_softmax(-1)
-            known_noise = noise[begin - first :][:, self.known]
-            equal = self.known[(drafts + known_noise).argmax(-1)] == chosen[begin - first :]
-            # only bases that the first depth has too
-            equal = equal[first - begin + depth :]
-            so_far = equal if so_far is None else so_far[: len(equal)] & equal
-            right[depth] += int(so_far.sum())
-            seen[depth] += len(so_far)
-
-    def _loss(self, rows: PolicyRows, head: Tensor) -> Tensor:
-        total, weight = torch.zeros(()), 0.0
-        for depth, hidden in enumerate(self._draft_rows(rows)):
-            if not len(hidden):
-                break
-            start, stop = rows.targets(depth)
-            wanted = self._policy_logits(rows.hidden[start:stop], head).softmax(-1)
-            logprobs = self._draft_logits(depth, hidden).log_softmax(-1)
-            total = total - DECAY**depth * (wanted * logprobs).sum(-1).mean()
-            weight += DECAY**depth
-        if weight:
-            return total / weight
-        # a sample too short for any draft has no loss
-        return sum(each.sum() * 0 for each in self.params.values())  # pyright: ignore
-
-    def _policy_logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        return scaled(functional.linear(hidden, head), self.engine.spec.logit_scale)
+    def _embedding(self) -> Tensor | None:
+        if not isinstance(self.spec, EagleSpec) or self._embed_tokens is not None:
+            return self._embed_tokens
+        return numbers(self.engine.model.params["embed"]).float()
 
     def _draft_rows(self, rows: PolicyRows) -> list[Tensor]:
         if isinstance(self.spec, MedusaSpec):
             return medusa_rows(self.spec, self.params, rows, self.places)
         return eagle_rows(self.spec, self.params, rows, self.places)
 
-    def _draft_logits(self, depth: int, hidden: Tensor) -> Tensor:
+    def _draft_logits(self, depth: int, hidden: Tensor, head: Tensor) -> Tensor:
         if isinstance(self.spec, EagleSpec):
             return functional.linear(hidden, self.params["lm_head.weight"])
-        head = min(depth, self.spec.projections - 1)
-        return functional.linear(hidden, self.params[f"lm_heads.{head}.weight"])
-
-    # -- rows of the policy ------------------------------------------------------------------------
-
-    def _rows(self, samples: Iterable[TrainingSample]) -> list[PolicyRows]:
-        """Compute the policy's rows of the samples, under the weights currently served."""
-        usable = [each for each in samples if each.completion_tokens]
-        if not usable:
-            raise InvalidRequest(
-                "no samples with a completion to train heads on; pass at least one."
-            )
-        # check now, because a sequence that is too long for a step would stop the engine
-        most = len(self.engine.model.ropes[0].cos)
-        for sample in usable:
-            tokens = checked_ids(
-                (*sample.prompt_tokens, *sample.completion_tokens), self.engine.spec.vocab_size
-            )
-            if len(tokens) > most:
-                raise InvalidRequest(
-                    f"a sample has {len(tokens)} tokens; this engine computes at most {most}."
-                )
-        rows: list[PolicyRows] = []
-        # between steps: no other computation and no weight update at the same time
-        self.engine.shared.between_steps(POLICY, lambda: rows.extend(self._computed(usable)))
-        return rows
-
-    @torch.no_grad()
-    def _computed(self, samples: Sequence[TrainingSample]) -> list[PolicyRows]:
-        policy = self.engine.model
-        taps = embedding = None
-        if isinstance(self.spec, EagleSpec):
-            taps = Taps(self.spec.layer_ids)
-            embedding = self._embedding
-            if embedding is None:
-                embedding = numbers(policy.params["embed"]).float()
-        model = policy.twin(taps=taps)
-        lengths = [len(each.prompt_tokens) + len(each.completion_tokens) for each in samples]
-        blocks = -(-max(lengths) // BLOCK)
-        storage = KVStorage(policy.spec, blocks, BLOCK, policy.dtype, policy.device)
-        computed: list[PolicyRows] = []
-        for sample, length in zip(samples, lengths, strict=True):
-            ids = [*sample.prompt_tokens, *sample.completion_tokens]
-            sample_rows = Rows(ids, 0, range(blocks))
-            batch = batch_of_rows([sample_rows], BLOCK, draws=range(length), device=policy.device)
-            hidden = as_torch(model.forward(batch, storage).hidden)
-            computed.append(
-                PolicyRows(
-                    token_ids=torch.tensor(ids),
-                    hidden=hidden.float().clone(),
-                    taps=torch.empty(length, 0) if taps is None else as_torch(taps.rows()),
-                    embedded=torch.empty(length, 0)
-                    if embedding is None
-                    else embedding[torch.tensor(ids)].float(),
-                    first=max(len(sample.prompt_tokens), 1),
-                )
-            )
-        return computed
+        which = min(depth, self.spec.projections - 1)
+        return functional.linear(hidden, self.params[f"lm_heads.{which}.weight"])
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -331,8 +169,8 @@ class DraftTrainer:
             raise ConfigError(f"{folder} already holds a model; choose a new folder.")
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: each.contiguous() for name, each in self.weights().items()}
-        if self._embedding is not None:
-            tensors["embed_tokens.weight"] = self._embedding.contiguous()
+        if self._embed_tokens is not None:
+            tensors["embed_tokens.weight"] = self._embed_tokens.contiguous()
         tensors |= self._map()
         config = {**self._config, "torch_dtype": dtype_name(self.engine.model.dtype)}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

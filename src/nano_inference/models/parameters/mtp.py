@@ -37,6 +37,12 @@ def mtp_table(spec: ModelSpec) -> tuple[ParamSpec, ...]:
     )
 
 
+def drafting_table(spec: ModelSpec) -> tuple[ParamSpec, ...]:
+    """Return the parameters that drafts by this layer are computed and drawn with."""
+    head = "embed" if spec.tie_word_embeddings else "head"
+    return (*(row for row in param_table(spec) if row.name == head), *mtp_table(spec))
+
+
 def _renamed(row: ParamSpec, layer: str) -> ParamSpec:
     """Return a row of the layer with the names that it has in the model."""
     return replace(

@@ -102,6 +102,10 @@ INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
         (*_AVX2, "-mavxvnni", "-DNANO_VNNI"),
     ),
     "avx2": (frozenset({"avx2", "fma", "f16c"}), _AVX2),
+    "neon_dot": (
+        frozenset({"asimd", "asimddp"}),
+        ("-march=armv8.2-a+dotprod", "-DNANO_NEON", "-DNANO_DOT"),
+    ),
     "neon": (frozenset({"asimd"}), ("-DNANO_NEON",)),
     "portable": (frozenset(), ()),
 }
@@ -473,8 +477,8 @@ def _is_own(path: Path) -> bool:
 def _processor_flags() -> frozenset[str]:
     if platform.machine() not in (*X86, *ARM):
         return frozenset()
-    if platform.system() == "Darwin":  # has no /proc/cpuinfo, and every ARM Mac has NEON
-        return frozenset({"asimd"} if platform.machine() in ARM else ())
+    if platform.system() == "Darwin":  # has no /proc/cpuinfo, and every ARM Mac has both
+        return frozenset({"asimd", "asimddp"} if platform.machine() in ARM else ())
     try:
         return usable(flags_in(CPUINFO.read_text(encoding="utf-8")))
     except OSError:

@@ -233,6 +233,111 @@ inline Vec vof_half(const uint16_t* p) {
 }
 #endif
 
+#elif defined(NANO_DOT)
+
+// Dot products of NEON (FEAT_DotProd), four registers each. Not SMMLA: it reads eight codes of a column from one register,
+// and a line has four codes of each of sixteen columns.
+struct Sums {
+  int32x4_t q0, q1, q2, q3;
+};
+struct Line {
+  int8x16_t q0, q1, q2, q3;
+};
+using Halves = Sums;  // sums of 32 bits directly
+using Quad = int8x16_t;
+using Table = int8x16_t;
+using Counts = Sums;
+struct Couples {
+  int16x8_t first_low, first_high, second_low, second_high;
+};
+
+inline int8x16_t shifted_right(int8x16_t x, int n) { return vreinterpretq_s8_u8(vshlq_u8(vreinterpretq_u8_s8(x), vdupq_n_s8(int8_t(-n)))); }
+
+inline Sums sstart(int32_t) { return {vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}; }
+inline Sums sadd(Sums a, Sums b) {
+  return each<Sums>([](int32x4_t x, int32x4_t y) { return vaddq_s32(x, y); }, a, b);
+}
+inline Halves hzero() { return sstart(0); }
+inline Line lload(const void* p) {
+  auto q = static_cast<const int8_t*>(p);
+  return {vld1q_s8(q), vld1q_s8(q + 16), vld1q_s8(q + 32), vld1q_s8(q + 48)};
+}
+inline void lstore(void* p, Line w) {
+  auto q = static_cast<int8_t*>(p);
+  vst1q_s8(q, w.q0), vst1q_s8(q + 16, w.q1), vst1q_s8(q + 32, w.q2), vst1q_s8(q + 48, w.q3);
+}
+inline Line lbytes(Line w) { return w; }
+inline Line llow(Line w) {
+  return each<Line>([](int8x16_t x) { return vandq_s8(x, vdupq_n_s8(15)); }, w);
+}
+inline Line lhigh(Line w) {
+  return each<Line>([](int8x16_t x) { return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x), 4)); }, w);
+}
+inline Line lor(Line a, Line b) {
+  return each<Line>([](int8x16_t x, int8x16_t y) { return vorrq_s8(x, y); }, a, b);
+}
+inline Table tload(const int8_t* p) { return vld1q_s8(p); }
+inline Line tlook(Table table, Line w) {
+  return each<Line>([table](int8x16_t x) { return vqtbl1q_s8(table, vreinterpretq_u8_s8(x)); }, w);
+}
+template <int shift, int mask>
+inline Line lbits(Line w) {
+  return each<Line>(
+      [](int8x16_t x) {
+        if constexpr (shift > 0) x = vshlq_n_s8(x, shift);
+        if constexpr (shift < 0) x = shifted_right(x, -shift);
+        return vandq_s8(x, vdupq_n_s8(int8_t(mask)));
+      },
+      w);
+}
+inline Quad qdup(const int8_t* x) {
+  int32_t quad;
+  memcpy(&quad, x, 4);
+  return vreinterpretq_s8_s32(vdupq_n_s32(quad));
+}
+inline Halves hdot4(Halves sums, Line w, Quad x) {
+  return {vdotq_s32(sums.q0, w.q0, x), vdotq_s32(sums.q1, w.q1, x), vdotq_s32(sums.q2, w.q2, x), vdotq_s32(sums.q3, w.q3, x)};
+}
+inline Sums sdot8(Sums sums, Line w, Line, Quad x) { return hdot4(sums, w, x); }
+template <int bits>
+constexpr int MOST_QUADS = 8;
+inline Line at_once(Line w) { return w; }
+inline Counts nload(const int8_t* p) {
+  const int8x16_t bytes = vld1q_s8(p);
+  const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
+  return {vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)), vmovl_high_s16(high)};
+}
+inline Sums stimes(Sums sums, const int8_t* p) {
+  return each<Sums>([](int32x4_t x, int32x4_t y) { return vmulq_s32(x, y); }, sums, nload(p));
+}
+inline Sums add_times(Sums sums, Halves halves, Counts n) {
+  return each<Sums>([](int32x4_t sum, int32x4_t x, int32x4_t y) { return vmlaq_s32(sum, x, y); }, sums, halves, n);
+}
+inline Sums add_times(Sums sums, Halves halves, One) { return sadd(sums, halves); }
+inline Couples pload(const int8_t* p, const int8_t* q) {
+  const int8x16_t a = vld1q_s8(p), b = vld1q_s8(q);
+  return {vmovl_s8(vget_low_s8(a)), vmovl_high_s8(a), vmovl_s8(vget_low_s8(b)), vmovl_high_s8(b)};
+}
+inline Sums pdot2(Sums sums, const Couples& pairs, const int16_t* t) {
+  const int16x8_t one = vdupq_n_s16(t[0]), two = vdupq_n_s16(t[1]);
+  auto low = [&](int32x4_t sum, int16x8_t a, int16x8_t b) {
+    return vmlal_s16(vmlal_s16(sum, vget_low_s16(a), vget_low_s16(one)), vget_low_s16(b), vget_low_s16(two));
+  };
+  auto high = [&](int32x4_t sum, int16x8_t a, int16x8_t b) { return vmlal_high_s16(vmlal_high_s16(sum, a, one), b, two); };
+  return {low(sums.q0, pairs.first_low, pairs.second_low), high(sums.q1, pairs.first_low, pairs.second_low),
+          low(sums.q2, pairs.first_high, pairs.second_high), high(sums.q3, pairs.first_high, pairs.second_high)};
+}
+inline Sums sminus(Sums a, Sums b) {
+  return each<Sums>([](int32x4_t x, int32x4_t y) { return vsubq_s32(x, y); }, a, b);
+}
+template <int bits>
+inline Sums sshift(Sums a) { return each<Sums>([](int32x4_t x) { return vshlq_n_s32(x, bits); }, a); }
+inline Vec vof(Sums sums) { return each<Vec>([](int32x4_t x) { return vcvtq_f32_s32(x); }, sums); }
+inline Vec vof_half(const uint16_t* p) {
+  auto quarter = [](const uint16_t* q) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(q))); };
+  return {quarter(p), quarter(p + 4), quarter(p + 8), quarter(p + 12)};
+}
+
 #else
 
 struct Sums {

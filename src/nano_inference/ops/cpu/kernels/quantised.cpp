@@ -26,7 +26,7 @@ constexpr int LINES_AHEAD = 24;  // prefetch distance in lines of codes
 // Rows per tile: their sums fit into registers.
 #if defined(NANO_AVX512) && defined(NANO_VNNI)
 constexpr int MOST_ROWS = 8;
-#elif defined(NANO_AVX2) || defined(NANO_AVX512)
+#elif defined(NANO_AVX2) || defined(NANO_AVX512) || defined(NANO_DOT)
 constexpr int MOST_ROWS = 4;
 #else
 constexpr int MOST_ROWS = 1;
@@ -349,7 +349,7 @@ template <class F, bool UNPACKED>
 void tile_of(int height, const Quantised& w, int64_t panel, const int8_t* codes, const Inputs& inputs, int64_t row, float* out, int stride) {
   switch (height) {
     case 1: return tile<1, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
-#if defined(NANO_AVX2) || defined(NANO_AVX512)
+#if defined(NANO_AVX2) || defined(NANO_AVX512) || defined(NANO_DOT)
     case 2: return tile<2, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
     case 3: return tile<3, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
     case 4: return tile<4, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
