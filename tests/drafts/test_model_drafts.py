@@ -314,7 +314,7 @@ def test_draft_layers_are_spread_evenly() -> None:
     [
         ({"draft_model": "self"}, "needs draft_layers or draft_quantization"),
         ({"draft_layers": 3}, "needs draft_model='self'"),
-        ({"draft_quantization": "int8"}, "needs draft_model='self'"),
+        ({"draft_quantization": "int8"}, "needs draft_model='self' or draft_model='mtp'"),
         (
             {"draft_model": "self", "draft_quantization": "file"},
             "codes are made from plain weights",

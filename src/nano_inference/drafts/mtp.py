@@ -152,7 +152,7 @@ class MtpWeights:
 
         def write_all() -> None:
             for slot, tensor in new:
-                write(self._policy.params, slot, tensor)
+                write(self._policy.params, slot, slot.take(tensor))
             if self._copies is not None:
                 self._copies.write()
 

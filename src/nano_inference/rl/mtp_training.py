@@ -14,7 +14,7 @@ from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError
 from nano_inference.models.parameters.mtp import mtp_table, whole_table
 from nano_inference.models.parameters.param import ParamSpec
-from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.slots import Slot, slots
 from nano_inference.models.parameters.values import read
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.mtp import PARAMS, MtpSpec
@@ -63,9 +63,10 @@ class MtpTrainer(HeadTrainer):
         _require_trainable(engine.spec)
         self._table = mtp_table(engine.spec)
         self._module = MtpModule(engine)
+        self._slots = slots(self._table)
         params = {
             name: as_torch(read(engine.model.params, slot)).float().clone()
-            for name, slot in slots(self._table).items()
+            for name, slot in self._slots.items()
         }
         known = torch.arange(engine.spec.vocab_size)
         generator = torch.Generator().manual_seed(seed)
@@ -88,8 +89,8 @@ class MtpTrainer(HeadTrainer):
         dtype = torch_dtype(self.engine.model.dtype)
         kept = {each.name for row in self._table if row.keep_float32 for each in row.sources}
         return {
-            name: param.detach().to(torch.float32 if name in kept else dtype)
-            for name, param in self.params.items()
+            name: whole(slot, param.detach().to(torch.float32 if name in kept else dtype))
+            for (name, slot), param in zip(self._slots.items(), self.params.values(), strict=True)
         }
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -105,7 +106,7 @@ class MtpTrainer(HeadTrainer):
 
         def take() -> None:
             for name, slot in slots(table).items():
-                tensors[name] = as_torch(read(model.params, slot)).clone()
+                tensors[name] = whole(slot, as_torch(read(model.params, slot)))
 
         engine.shared.between_steps(POLICY, take)
         stored = as_stored(tensors | self.weights(), engine.spec, table)
@@ -177,13 +178,20 @@ class MtpModule(TorchDecoder):
         return residual + self._after(x, params.get(_LAYER + "mlp_out_norm"))
 
 
+def whole(slot: Slot, held: Tensor) -> Tensor:
+    """Return a copy of a checkpoint tensor from the part that an engine holds."""
+    tensor = torch.empty(slot.shape, dtype=held.dtype)
+    slot.put(tensor, held)
+    return tensor
+
+
 def joined(params: Mapping[str, Tensor], table: Sequence[ParamSpec]) -> dict[str, Tensor]:
-    """Return the decoder's parameters, without `PARAMS`, from those of the checkpoint."""
-    whole: dict[str, Tensor] = {}
+    """Return the decoder's parameters, without `PARAMS`, from those by checkpoint name."""
+    by_name: dict[str, Tensor] = {}
     for row in table:
         parts = [params[each.name] for each in row.sources]
-        whole[row.name.removeprefix(PARAMS)] = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return whole
+        by_name[row.name.removeprefix(PARAMS)] = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return by_name
 
 
 def _require_trainable(spec: ModelSpec) -> None:
