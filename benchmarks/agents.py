@@ -5,7 +5,7 @@ Parts:
 - `turns`: sessions with subagents from `nano-inference make-trace`, scaled to a model with 8,192
   positions, without waits for tools.
 - `8k`: one session whose prompt begins with 6,800 tokens and grows by 64 per turn.
-- `chat`: one session of 20 turns whose prompt begins with 240 tokens and grows by 160 per turn.
+- `chat`: one session of 20 turns whose prompt begins with 240 tokens and grows by 64 per turn.
 
 Every round starts each server anew and has its own trace. The first turn of a session is a cold
 prompt, so only later turns count.
@@ -92,7 +92,7 @@ def long_prefix(choice: Choice, number: int) -> list[dict[str, Any]]:
 
 
 def chat(choice: Choice, number: int) -> list[dict[str, Any]]:
-    return one_session(number, turns=20, first=240, more=160, out=32)
+    return one_session(number, turns=20, first=240, more=64, out=16)
 
 
 def one_session(

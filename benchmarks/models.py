@@ -156,7 +156,7 @@ def random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
         else:
             weights[name] = (torch.randn(slot.shape, generator=generator) * STD).bfloat16()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(resolve_model("smollm2-135m") / name, folder)
     # last, because it marks the folder as complete
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
