@@ -26,8 +26,10 @@ constexpr int LINES_AHEAD = 24;  // prefetch distance in lines of codes
 // Rows per tile: their sums fit into registers.
 #if defined(NANO_AVX512) && defined(NANO_VNNI)
 constexpr int MOST_ROWS = 8;
-#elif defined(NANO_AVX2) || defined(NANO_AVX512) || defined(NANO_DOT)
+#elif defined(NANO_AVX2) || defined(NANO_AVX512)
 constexpr int MOST_ROWS = 4;
+#elif defined(NANO_DOT)
+constexpr int MOST_ROWS = 3;
 #else
 constexpr int MOST_ROWS = 1;
 #endif
@@ -352,6 +354,8 @@ void tile_of(int height, const Quantised& w, int64_t panel, const int8_t* codes,
 #if defined(NANO_AVX2) || defined(NANO_AVX512) || defined(NANO_DOT)
     case 2: return tile<2, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
     case 3: return tile<3, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
+#endif
+#if defined(NANO_AVX2) || defined(NANO_AVX512)
     case 4: return tile<4, F, UNPACKED>(w, panel, codes, inputs, row, out, stride);
 #endif
 #if defined(NANO_AVX512) && defined(NANO_VNNI)
