@@ -57,6 +57,7 @@ CODE = (
 )
 NAMES = ("numbers", "users", "names", "orders", "files", "points", "words", "events", "books")
 SHARE_OF_CODE = 0.25
+LEARNED = 8192  # tokens over which the loss compares distributions
 
 
 def prompts(count: int, seed: int = 5) -> list[str]:
@@ -73,7 +74,7 @@ def prompts(count: int, seed: int = 5) -> list[str]:
 
 
 def trained_model(folder: Path, source: Path) -> Path:
-    """Return the folder of the model, trained at its first use (an hour on two cores)."""
+    """Return the folder of the model, trained at its first use (hours on two cores)."""
     if (folder / "model.safetensors").exists():
         return folder
     untrained = folder.with_name(f"{folder.name}-untrained")
@@ -118,8 +119,9 @@ def _write_untrained(folder: Path, source: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def _train(untrained: Path, folder: Path, rounds: int = 8, per_round: int = 96) -> None:
+def _train(untrained: Path, folder: Path, rounds: int = 24, per_round: int = 96) -> None:
     """Train on samples of the model, fresh ones in each round, and save the best round's layer."""
+    from nano_inference.rl.draft_training import frequent_tokens
     from nano_inference.rl.mtp_training import MtpTrainer
 
     config = EngineConfig(
@@ -128,17 +130,20 @@ def _train(untrained: Path, folder: Path, rounds: int = 8, per_round: int = 96) 
     texts = prompts(16 + rounds * per_round // 4)
     random.Random(1).shuffle(texts)
     with InferenceEngine(config) as engine:
-        trainer = MtpTrainer(engine, learning_rate=5e-4)
         params = SamplingParams(max_tokens=192, temperature=1.0)
         measured = engine.generate(texts[:16], params, progress=False)
+        some = engine.generate(texts[16:48], params, 4, progress=False)
+        frequent = frequent_tokens([*measured, *some], LEARNED, engine.spec.vocab_size)
+        trainer = MtpTrainer(engine, places=2, learned_tokens=frequent, learning_rate=1e-3)
         began = time.monotonic()
         for round_ in range(rounds):
             some = texts[16 + round_ * per_round // 4 :][: per_round // 4]
             samples = engine.generate(some, params, 4, progress=False)
-            loss = trainer.refresh(samples)
+            loss = trainer.train(samples, epochs=2, batch_size=1)
+            engine.update_draft(trainer.weights())
             shares = ", ".join(f"{share:.3f}" for share in trainer.agreement(measured))
             passed = time.monotonic() - began
             print(f"round {round_}: loss {loss:.3f}, {shares}, {passed:.0f} s", file=sys.stderr)
             for group in trainer.optimizer.param_groups:
-                group["lr"] *= 0.8
+                group["lr"] *= 0.9
         trainer.save(folder)

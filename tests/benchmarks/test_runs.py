@@ -105,6 +105,7 @@ def test_models_of_the_benchmarks_are_of_the_size_in_their_names() -> None:
         "qwen3-4b-random": 4.0,
         "qwen3-30b-a3b-8-layers-random": 5.6,
         "qwen3.5-0.6b-random": 0.6,
+        "qwen3-4-layers-random": 0.2,
         "qwen3.5-4b-16-layers-random": 2.4,
         "qwen3-moe-0.8b-random": 0.8,
     }

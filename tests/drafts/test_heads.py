@@ -131,7 +131,7 @@ def test_new_weights_of_the_heads_draft_from_the_next_step_on(model: Path, tmp_p
     config, tensors = medusa_of_vllm()
     folder = write_heads(tmp_path / "heads", config, tensors)
     with engine_of(model, draft_model=str(folder)) as engine:
-        heads = engine._draft_heads
+        heads = engine._draft_weights
         assert isinstance(heads, HeadWeights)
         name = "medusa_heads.lm_heads.1.weight"
         engine.update_draft({name: tensors[name] * 2})

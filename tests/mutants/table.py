@@ -377,6 +377,27 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/drafts/test_mtp.py -k 'matches_its_formula and mimo and cpu'",
     ),
     Fault(
+        "mtp_update_keeps_the_order_of_the_file",
+        "src/nano_inference/drafts/mtp.py",
+        old="                write(self._policy.params, slot, slot.take(tensor))",
+        new="                write(self._policy.params, slot, tensor)",
+        seen_by="tests/rl/test_mtp_training.py -k 'foreign_tensors and qwen3.5'",
+    ),
+    Fault(
+        "mtp_copies_miss_an_update_of_the_layer",
+        "src/nano_inference/drafts/mtp.py",
+        old="                self._copies.write()",
+        new="                pass",
+        seen_by="tests/rl/test_mtp_training.py -k 'copies_in_8_bits and mimo'",
+    ),
+    Fault(
+        "mtp_training_forgets_previous_depths",
+        "src/nano_inference/rl/draft_modules.py",
+        old="    for i, previous in enumerate(values[1:]):",
+        new="    for i, previous in enumerate(values[2:]):",
+        seen_by="tests/rl/test_mtp_training.py -k 'rows_of_drafts and mimo'",
+    ),
+    Fault(
         "cpu_stack_ends_with_its_first_part",
         "src/nano_inference/ops/cpu/kernels/quantised.cpp",
         old="const int64_t end = w->next ? std::min(end_panel, first + w->num_panels) : end_panel;",

@@ -112,7 +112,8 @@ def test_mtp_layer_learns_policy_samples(model: MtpModel, tmp_path: Path) -> Non
         plain = engine.generate(prompts(6, seed=9), LONG)
     with built(model.folder, max_drafts=2) as live:
         samples = live.generate(prompts(32), LONG)
-        trainer = MtpTrainer(live, places=2, learning_rate=3e-3)
+        learned = range(VOCAB - 4)
+        trainer = MtpTrainer(live, places=2, learned_tokens=learned, learning_rate=3e-3)
         before = trainer.agreement(samples[:8])
         trainer.refresh(samples[8:], epochs=6)
         after = trainer.agreement(samples[:8])
@@ -208,5 +209,7 @@ def test_mtp_trainer_rejects_missing_layers_and_data(model: MtpModel, tmp_path: 
     with built(model.folder) as engine:
         with pytest.raises(ConfigError, match="places=0"):
             MtpTrainer(engine, places=0)
+        with pytest.raises(ConfigError, match="learned_tokens must be ids from 0 to"):
+            MtpTrainer(engine, learned_tokens=[3, VOCAB])
         with pytest.raises(InvalidRequest, match="no samples with a completion"):
             MtpTrainer(engine).train([])

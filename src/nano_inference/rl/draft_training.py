@@ -32,7 +32,7 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.draft_modules import PolicyRows, eagle_rows, medusa_rows
-from nano_inference.rl.head_trainer import HeadTrainer
+from nano_inference.rl.head_trainer import HeadTrainer, known_ids
 from nano_inference.rl.tensors import numbers, torch_dtype
 from nano_inference.system.regular_files import read_json
 from nano_inference.types import TrainingSample
@@ -211,13 +211,13 @@ def _new_heads(
     if kind not in ("medusa", "eagle"):
         raise ConfigError(f"kind must be one of 'medusa', 'eagle'; got {kind!r}.")
     vocab_size = engine.spec.vocab_size
-    known = sorted(set(known_tokens)) if known_tokens is not None else []
-    if known and not 0 <= known[0] <= known[-1] < vocab_size:
-        raise ConfigError(f"known_tokens must be ids from 0 to {vocab_size - 1}.")
-    spec = _new_spec(engine.spec, kind, places, len(known) or vocab_size)
-    known_ids = torch.tensor(known) if known else torch.arange(vocab_size)
-    tensors = _initial(engine.model, spec, known_ids, generator)
-    return Heads(spec, known_ids, tensors, _config_of(spec, engine.spec, len(known_ids)))
+    if known_tokens is None:
+        known = torch.arange(vocab_size)
+    else:
+        known = known_ids("known_tokens", known_tokens, vocab_size)
+    spec = _new_spec(engine.spec, kind, places, len(known))
+    tensors = _initial(engine.model, spec, known, generator)
+    return Heads(spec, known, tensors, _config_of(spec, engine.spec, len(known)))
 
 
 def _heads_of(engine: InferenceEngine, folder: Path) -> Heads:

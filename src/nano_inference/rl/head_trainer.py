@@ -14,7 +14,7 @@ from nano_inference.core.sequence import POLICY
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.requests import checked_ids
-from nano_inference.errors import InvalidRequest
+from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.taps import Taps
 from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.rl.draft_modules import PolicyRows
@@ -51,6 +51,7 @@ class HeadTrainer(ABC):
         generator: torch.Generator,
     ) -> None:
         self.engine, self.known, self.places = engine, known, places
+        self.learned = known  # token ids over which the loss compares distributions
         self.params = {
             name: torch.nn.Parameter(tensor.float().contiguous()) for name, tensor in params.items()
         }
@@ -85,7 +86,9 @@ class HeadTrainer(ABC):
 
     @abstractmethod
     def _draft_logits(self, depth: int, hidden: Tensor, head: Tensor) -> Tensor:
-        """Return the logits of the known tokens. `head` is the policy's projection, float32."""
+        """Return the logits of the known tokens. `head` holds the policy's rows of the tokens that
+        are compared, float32.
+        """
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -102,7 +105,7 @@ class HeadTrainer(ABC):
             batch_size: Samples in each step of the optimizer.
         """
         every = self._rows(samples)
-        head = numbers(self.engine.model.head).float()[self.known]
+        head = numbers(self.engine.model.head).float()[self.learned]
         mean = float("nan")
         for _ in range(epochs):
             order = torch.randperm(len(every), generator=self._generator).tolist()
@@ -237,3 +240,13 @@ class HeadTrainer(ABC):
                 )
             )
         return computed
+
+
+def known_ids(name: str, tokens: Sequence[int], vocab_size: int) -> Tensor:
+    """Return an argument's token ids, sorted and without repetitions. Raise `ConfigError` for
+    invalid ones.
+    """
+    ids = sorted(set(tokens))
+    if not ids or not 0 <= ids[0] <= ids[-1] < vocab_size:
+        raise ConfigError(f"{name} must be ids from 0 to {vocab_size - 1}.")
+    return torch.tensor(ids)

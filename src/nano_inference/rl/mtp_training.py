@@ -23,7 +23,7 @@ from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.checkpoint import as_stored, require_savable, save_checkpoint
 from nano_inference.rl.draft_modules import PolicyRows, attend_by_depth
-from nano_inference.rl.head_trainer import HeadTrainer
+from nano_inference.rl.head_trainer import HeadTrainer, known_ids
 from nano_inference.rl.scoring_module import require_chosen_codes
 from nano_inference.rl.tensors import numbers, rotation, torch_dtype
 from nano_inference.rl.torch_decoder import TorchDecoder
@@ -42,6 +42,8 @@ class MtpTrainer(HeadTrainer):
     Args:
         engine: Engine of the policy with `draft_model="mtp"`, on one rank.
         places: Number of tokens ahead to draft.
+        learned_tokens: Token ids over which the loss compares distributions, such as the most
+            frequent ones. Fewer make training cheaper. None: all.
         learning_rate: Learning rate of AdamW.
         seed: Seed of the order of samples.
 
@@ -53,6 +55,7 @@ class MtpTrainer(HeadTrainer):
         engine: InferenceEngine,
         *,
         places: int = 3,
+        learned_tokens: Sequence[int] | None = None,
         learning_rate: float = 1e-4,
         seed: int = 0,
     ) -> None:
@@ -71,6 +74,8 @@ class MtpTrainer(HeadTrainer):
         known = torch.arange(engine.spec.vocab_size)
         generator = torch.Generator().manual_seed(seed)
         super().__init__(engine, params, known, places, learning_rate, generator)
+        if learned_tokens is not None:
+            self.learned = known_ids("learned_tokens", learned_tokens, engine.spec.vocab_size)
 
     def _tapped(self) -> Sequence[int]:
         return (self.engine.spec.num_layers,) if self._module.mtp.reads_stream else ()
