@@ -20,7 +20,7 @@ from typer import BadParameter
 
 import nano_inference
 from nano_inference import InferenceEngine
-from nano_inference.cli import app
+from nano_inference.__main__ import THRESHOLDS
 from nano_inference.cli.field_options import parse_size, with_flags
 from nano_inference.cli.main import COMMANDS, exit_code, load_command
 from nano_inference.errors import (
@@ -211,9 +211,14 @@ def test_help_examples_use_existing_options(name: str) -> None:
         assert {word for word in words[1:] if word.startswith("-")} <= known, call
 
 
-def test_console_script_is_the_app() -> None:
+def test_console_script_runs_the_app(monkeypatch: pytest.MonkeyPatch) -> None:
     scripts = tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"]
-    assert EntryPoint("nano-inference", scripts["nano-inference"], "console_scripts").load() is app
+    run = EntryPoint("nano-inference", scripts["nano-inference"], "console_scripts").load()
+    calls: list[Any] = []
+    monkeypatch.setattr("nano_inference.cli.app", lambda **options: calls.append(options))
+    monkeypatch.setattr("gc.set_threshold", lambda *numbers: calls.append(numbers))
+    run()
+    assert calls == [THRESHOLDS, {"prog_name": "nano-inference"}]
 
 
 def test_public_names_that_need_torch_are_imported_lazily() -> None:

@@ -429,9 +429,9 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "draft_codes_of_old_weights",
-        "src/nano_inference/drafts/sources.py",
-        old="if version == self._copied:",
-        new="if version >= self._copied:",
+        "src/nano_inference/drafts/coded_copies.py",
+        old="if version != self._copied:",
+        new="if version < self._copied:",
         seen_by="tests/drafts/test_model_drafts.py -k quantized_policy",
     ),
     Fault(
