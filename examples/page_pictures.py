@@ -18,6 +18,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 MODEL = "smollm2-135m"
 CHROMIUM = "/usr/bin/chromium"
 SECONDS = 75  # seconds of load, for the dashboard's lines
+SECONDS_BEFORE_END = 6
 CLIENTS = 4
 SYSTEM = "You are a helpful assistant. Answer in one short paragraph, in plain words. " * 6
 QUESTIONS = ("Why is the sky blue?", "What is a prime number?", "Name three rivers of Europe.")
@@ -128,10 +129,10 @@ def load(url: str, folder: str, look) -> None:
     threads = [threading.Thread(target=client, args=(number,)) for number in range(CLIENTS)]
     for thread in threads:
         thread.start()
-    for _ in range(2):
-        time.sleep(SECONDS / 3)
+    for third in (2, 1):
+        time.sleep(max(until - time.monotonic() - third * SECONDS / 3, 0))
         post(url + "/update_weights_from_disk", {"model_path": folder})
-    time.sleep(SECONDS / 3 - 4)
+    time.sleep(max(until - time.monotonic() - SECONDS_BEFORE_END, 0))
     look()
     for thread in threads:
         thread.join()
