@@ -485,7 +485,8 @@ def agents(
         cache=cache or install.CACHE,
     )
     rows = measure(options, choice)
-    write("agents", rows, asdict(options) | {"choice": str(choice)}, out, model)
+    figures = {name: each for name, each in asdict(choice).items() if name != "cache"}
+    write("agents", rows, asdict(options) | figures, out, model)
 
 
 @app.command()

@@ -19,27 +19,13 @@ from nano_inference.checkpoints.loading import read_tensors
 from nano_inference.models.spec.mtp import MIMO
 
 TOPICS = (
-    *(
-        "the moon",
-        "bread",
-        "the heart",
-        "money",
-        "a long train ride",
-        "bees",
-        "the French Revolution",
-    ),
-    *(
-        "sleep",
-        "electric cars",
-        "gardens",
-        "the number zero",
-        "rain",
-        "chess",
-        "old maps",
-        "coffee",
-    ),
-    *("a broken window", "volcanoes", "good manners", "the internet", "whales", "a small town"),
-    *("music", "glass", "the Roman army", "allergies", "winter", "a job interview", "rivers"),
+    """
+the moon, bread, the heart, money, a long train ride, bees, the French Revolution, sleep, electric cars, gardens, rain
+the number zero, chess, old maps, coffee, a broken window, volcanoes, good manners, the internet, whales, a small town
+music, glass, the Roman army, allergies, winter, a job interview, rivers
+""".strip()
+    .replace("\n", ", ")
+    .split(", ")
 )
 REQUESTS = (
     *("Explain {} to a child.", "Write a short story about {}.", "List five facts about {}."),
@@ -56,21 +42,16 @@ CODE = (
     *('<div class="{}">\n', "# {}\n\n## Installation\n\n", "SELECT * FROM {} WHERE "),
 )
 NAMES = ("numbers", "users", "names", "orders", "files", "points", "words", "events", "books")
-SHARE_OF_CODE = 0.25
 LEARNED = 8192  # tokens over which the loss compares distributions
 
 
-def prompts(count: int, seed: int = 5) -> list[str]:
-    """Return different prompts: chats, and beginnings of code."""
-    drawn = random.Random(seed)
-    made: set[str] = set()
-    while len(made) < count:
-        if drawn.random() < SHARE_OF_CODE:
-            made.add(drawn.choice(CODE).format(drawn.choice(NAMES)))
-        else:
-            text = drawn.choice(REQUESTS).format(drawn.choice(TOPICS))
-            made.add(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
-    return sorted(made)
+def prompts() -> list[str]:
+    """Return chats and beginnings of code, in a random but fixed order."""
+    asked = [request.format(topic) for request in REQUESTS for topic in TOPICS]
+    chats = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in asked]
+    texts = chats + [begin.format(name) for begin in CODE for name in NAMES]
+    random.Random(1).shuffle(texts)
+    return texts
 
 
 def trained_model(folder: Path, source: Path) -> Path:
@@ -119,26 +100,24 @@ def _write_untrained(folder: Path, source: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def _train(untrained: Path, folder: Path, rounds: int = 24, per_round: int = 96) -> None:
-    """Train on samples of the model, fresh ones in each round, and save the best round's layer."""
+def _train(untrained: Path, folder: Path, rounds: int = 24, per_round: int = 24) -> None:
+    """Train on samples of the model, new ones in each round."""
     from nano_inference.rl.draft_training import frequent_tokens
     from nano_inference.rl.mtp_training import MtpTrainer
 
     config = EngineConfig(
         str(untrained), dtype="bfloat16", draft_model="mtp", max_model_len=512, max_batch_size=64
     )
-    texts = prompts(16 + rounds * per_round // 4)
-    random.Random(1).shuffle(texts)
+    held_out, texts = prompts()[:16], prompts()[16:]
     with InferenceEngine(config) as engine:
         params = SamplingParams(max_tokens=192, temperature=1.0)
-        measured = engine.generate(texts[:16], params, progress=False)
-        some = engine.generate(texts[16:48], params, 4, progress=False)
-        frequent = frequent_tokens([*measured, *some], LEARNED, engine.spec.vocab_size)
+        measured = engine.generate(held_out, params, progress=False)
+        first = engine.generate(texts[:per_round], params, 4, progress=False)
+        frequent = frequent_tokens([*measured, *first], LEARNED, engine.spec.vocab_size)
         trainer = MtpTrainer(engine, places=2, learned_tokens=frequent, learning_rate=1e-3)
-        began = time.monotonic()
+        began, drawn = time.monotonic(), random.Random(2)
         for round_ in range(rounds):
-            some = texts[16 + round_ * per_round // 4 :][: per_round // 4]
-            samples = engine.generate(some, params, 4, progress=False)
+            samples = engine.generate(drawn.sample(texts, per_round), params, 4, progress=False)
             loss = trainer.train(samples, epochs=2, batch_size=1)
             engine.update_draft(trainer.weights())
             shares = ", ".join(f"{share:.3f}" for share in trainer.agreement(measured))

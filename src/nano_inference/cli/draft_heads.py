@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nano_inference.rl.draft_training import DraftTrainer
     from nano_inference.rl.head_trainer import HeadTrainer
 
+KINDS = ("eagle", "medusa", MTP)
 _Sampling = Annotated[
     options.Values, FieldOptions(SamplingParams, ("max_tokens", "temperature", "seed"))
 ]
@@ -93,8 +94,8 @@ def draft_heads(
     """Train draft heads on a model's own samples.
 
     Other commands use the heads with `--draft-model FOLDER`, or a layer of multi-token prediction
-    with `--draft-model mtp`. Standard output gets the share of
-    drafts that agree with the model on held-out samples.
+    with `--draft-model mtp`. Standard output gets the share of drafts that agree with the model on
+    held-out samples.
 
     Examples:
 
@@ -103,6 +104,8 @@ def draft_heads(
     """
     if (folder / "config.json").exists():
         raise ConfigError(f"{folder} already contains a model; choose a new folder.")
+    if kind not in KINDS:
+        raise ConfigError(f"--kind must be one of {', '.join(KINDS)}; got {kind!r}.")
     is_mtp = kind == MTP
     if is_mtp and (start is not None or known_tokens):
         raise ConfigError(
@@ -116,8 +119,9 @@ def draft_heads(
             prompts = [as_chat(each) for each in prompts]
         samples = built.generate(prompts, SamplingParams(**sampling), num_samples)
         measured, learned = samples[: num_held * num_samples], samples[num_held * num_samples :]
-        rate = learning_rate or (1e-4 if is_mtp else 1e-3)
-        options: dict[str, Any] = {"places": places, "learning_rate": rate}
+        if learning_rate is None:
+            learning_rate = 1e-4 if is_mtp else 1e-3
+        options: dict[str, Any] = {"places": places, "learning_rate": learning_rate}
         if is_mtp:
             from nano_inference.rl.mtp_training import MtpTrainer
 
@@ -139,7 +143,7 @@ def draft_heads(
 def _heads_trainer(
     engine: "InferenceEngine",
     samples: list[TrainingSample],
-    kind: str,
+    kind: Any,
     start: Path | None,
     known_tokens: int,
     options: dict[str, Any],
@@ -151,8 +155,7 @@ def _heads_trainer(
     known = None
     if known_tokens:
         known = frequent_tokens(samples, known_tokens, engine.spec.vocab_size)
-    # DraftTrainer checks the kind
-    return DraftTrainer(engine, kind, known_tokens=known, **options)  # pyright: ignore[reportArgumentType]
+    return DraftTrainer(engine, kind, known_tokens=known, **options)
 
 
 def _print_agreement(trainer: "HeadTrainer", measured: list[TrainingSample], when: str) -> None:

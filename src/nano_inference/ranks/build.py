@@ -222,11 +222,10 @@ def _guessed_claims(
     is_model = heads is None and config.draft_model != MTP
     models = [part for name, part in parts.items() if is_model or name != DRAFT]
     weights = sum(num_bytes(whole_table(part.whole, part), dtype, config.codes) for part in models)
-    policy = parts[POLICY]
-    copied = config.draft_quantization
-    table = param_table(policy.whole, policy)
-    table = drafting_table(policy.whole) if config.draft_model == MTP else table
-    weights += codes_bytes(table, dtype, copied)
+    whole = parts[POLICY].whole
+    is_mtp = config.draft_model == MTP
+    copied = drafting_table(whole) if is_mtp else param_table(whole, parts[POLICY])
+    weights += codes_bytes(copied, dtype, config.draft_quantization)
     weights += 0 if heads is None else heads_bytes(heads[1], dtype)
     if memory is None:
         return Claims(weights)

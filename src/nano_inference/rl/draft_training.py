@@ -32,7 +32,7 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.draft_modules import PolicyRows, eagle_rows, medusa_rows
-from nano_inference.rl.head_trainer import HeadTrainer, known_ids
+from nano_inference.rl.head_trainer import HeadTrainer, known_ids, require_places
 from nano_inference.rl.tensors import numbers, torch_dtype
 from nano_inference.system.regular_files import read_json
 from nano_inference.types import TrainingSample
@@ -85,8 +85,7 @@ class DraftTrainer(HeadTrainer):
         seed: int = 0,
         heads: Heads | None = None,
     ) -> None:
-        if places < 1:
-            raise ConfigError(f"places={places} must be at least 1.")
+        require_places(places)
         require_one_rank(engine.runner, "DraftTrainer")
         if engine.spec.state is not None:
             raise ConfigError(

@@ -242,6 +242,12 @@ class HeadTrainer(ABC):
         return computed
 
 
+def require_places(places: int) -> None:
+    """Raise `ConfigError` for fewer than one token to draft ahead."""
+    if places < 1:
+        raise ConfigError(f"places={places} must be at least 1.")
+
+
 def known_ids(name: str, tokens: Sequence[int], vocab_size: int) -> Tensor:
     """Return an argument's token ids, sorted and without repetitions. Raise `ConfigError` for
     invalid ones.

@@ -23,7 +23,7 @@ from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.checkpoint import as_stored, require_savable, save_checkpoint
 from nano_inference.rl.draft_modules import PolicyRows, attend_by_depth
-from nano_inference.rl.head_trainer import HeadTrainer, known_ids
+from nano_inference.rl.head_trainer import HeadTrainer, known_ids, require_places
 from nano_inference.rl.scoring_module import require_chosen_codes
 from nano_inference.rl.tensors import numbers, rotation, torch_dtype
 from nano_inference.rl.torch_decoder import TorchDecoder
@@ -37,7 +37,7 @@ class MtpTrainer(HeadTrainer):
 
     The layer is trained at several depths, at each of which it reads its own output of the depth
     before, as when it drafts (DeepSeek-V3, arXiv:2412.19437, section 2.2, with one layer for all
-    depths). Layers with dense MLPs are supported, so those of MiMo and Qwen3.5.
+    depths). Only layers with a dense MLP are supported: those of MiMo and Qwen3.5.
 
     Args:
         engine: Engine of the policy with `draft_model="mtp"`, on one rank.
@@ -59,8 +59,7 @@ class MtpTrainer(HeadTrainer):
         learning_rate: float = 1e-4,
         seed: int = 0,
     ) -> None:
-        if places < 1:
-            raise ConfigError(f"places={places} must be at least 1.")
+        require_places(places)
         require_one_rank(engine.runner, "MtpTrainer")
         require_chosen_codes(engine, "MtpTrainer")
         _require_trainable(engine.spec)
