@@ -133,10 +133,13 @@ def formats(
         typer.Option(help="Parts, separated by commas. own: --kinds. peers: against llama.cpp."),
     ] = "own,peers",
     files: Annotated[
-        str, typer.Option(help="Files for llama.cpp: BF16, Q8_0, Q4_1, Q4_0, Q4_K_M.")
+        str,
+        typer.Option(
+            help="Files for llama.cpp: BF16, Q8_0, Q4_1, Q4_0, Q4_K_M, IQ4_XS, MXFP4_MOE."
+        ),
     ] = "BF16,Q8_0,Q4_1,Q4_0,Q4_K_M",
     workloads: Annotated[
-        str, typer.Option(help="Workloads against llama.cpp: W1, W4-512, W2.")
+        str, typer.Option(help="Workloads against llama.cpp: W1, W4-512, W4, W2.")
     ] = "W1,W4-512,W2",
     threads: Annotated[
         int | None, typer.Option(help="Threads against llama.cpp. Default: one per core.", min=1)

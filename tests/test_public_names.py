@@ -244,7 +244,7 @@ RL_NAMES = {
     *("MismatchReport", "PolicyModel", "differences", "mismatch_report", "replay", "score"),
     "top_tokens",
 }
-RL_NAMES |= {"LoraPolicy"}
+RL_NAMES |= {"GradientShards", "LoraPolicy", "Workers"}
 
 # Names and fields of the engine's original specification: classes and their required members.
 FIRST_NAMES: dict[type, set[str]] = {

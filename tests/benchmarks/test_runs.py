@@ -103,6 +103,9 @@ def test_models_of_the_benchmarks_are_of_the_size_in_their_names() -> None:
     assert {name: round(size / 1e9, 1) for name, size in sizes.items()} == {
         "qwen3-0.6b-random": 0.6,
         "qwen3-4b-random": 4.0,
+        "qwen3-8b-18-layers-random": 4.7,
+        "gpt-oss-20b-4-layers-random": 4.5,
+        "gemma3-4b-random": 3.9,
         "qwen3-30b-a3b-8-layers-random": 5.6,
         "qwen3.5-0.6b-random": 0.6,
         "qwen3-4-layers-random": 0.2,

@@ -116,5 +116,5 @@ def test_address_of_a_machine_is_that_of_the_route_to_rank_0(
     for name, value in (variables | {"LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
     launcher = TorchrunLauncher()
-    assert (launcher.host, launcher.ranks_here(4)) == (torchrun._own_address("127.0.0.1"), 2)
+    assert (launcher.host, launcher.ranks_here(4)) == (torchrun.own_address("127.0.0.1"), 2)
     assert launcher.host == "127.0.0.1"

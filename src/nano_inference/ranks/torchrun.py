@@ -52,7 +52,7 @@ class TorchrunLauncher:
         here = int(self._environment["LOCAL_WORLD_SIZE"])
         everybody = here == int(self._environment["WORLD_SIZE"])
         self.host: str | None = (
-            "127.0.0.1" if everybody else _own_address(self._environment["MASTER_ADDR"])
+            "127.0.0.1" if everybody else own_address(self._environment["MASTER_ADDR"])
         )
         self._store: Any = None
 
@@ -66,7 +66,7 @@ class TorchrunLauncher:
         return int(self._environment["LOCAL_WORLD_SIZE"])
 
     def start(self, begins: Sequence[Begin]) -> list["TorchrunHandle"]:
-        self._store = self._store or _store()
+        self._store = self._store or torchrun_store()
         round_ = self._store.add(f"{ROOM}/engines", 1)
         for begin in begins:
             self._store.set(f"{ROOM}/{round_}/{begin.rank}", msgspec.json.encode(begin))
@@ -99,7 +99,7 @@ def serve_rank() -> None:
         raise ConfigError(
             "rank 0 must build the engine, with TorchrunLauncher(); other ranks call serve_rank()."
         )
-    store = _store()
+    store = torchrun_store()
     round_ = _engines_served + 1
     try:
         begin = msgspec.json.decode(store.get(f"{ROOM}/{round_}/{rank}"), type=Begin)
@@ -107,7 +107,7 @@ def serve_rank() -> None:
         raise ConfigError(f"rank 0 did not build an engine within {WAIT_SECONDS:g} s.") from problem
     _engines_served += 1
     alone = variables["LOCAL_WORLD_SIZE"] == variables["WORLD_SIZE"]
-    host = "" if alone else _own_address(variables["MASTER_ADDR"])
+    host = "" if alone else own_address(variables["MASTER_ADDR"])
     run_worker(msgspec.structs.replace(begin, local_rank=int(variables["LOCAL_RANK"]), host=host))
 
 
@@ -122,14 +122,14 @@ def environment(read: Callable[[str], str | None] = os.environ.get) -> dict[str,
     return {name: value for name, value in variables.items() if value is not None}
 
 
-def _store() -> Any:
+def torchrun_store() -> Any:
     """Return torchrun's store, or the store that its rank 0 serves."""
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=WAIT_SECONDS)))
     store.set_timeout(timedelta(seconds=WAIT_SECONDS))
     return store
 
 
-def _own_address(towards: str) -> str:
+def own_address(towards: str) -> str:
     """Return this machine's address on the route to another machine. Nothing is sent."""
     family, _, _, _, where = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as one:

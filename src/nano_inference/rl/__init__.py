@@ -1,7 +1,7 @@
 """Training: the engine's logprobs bit for bit, gradients, replays, and reports on other trainers.
 
-Imports only from: checkpoints, core, data, device, drafts, engine, models, ops, ranks, sampling,
-structured, weights.
+Imports only from: checkpoints, core, data, device, drafts, engine, models, ops, parallel, ranks,
+sampling, structured, weights.
 """
 
 from typing import TYPE_CHECKING
@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from nano_inference.rl.replayer import replay
     from nano_inference.rl.report import MismatchReport, mismatch_report
     from nano_inference.rl.scoring import score, top_tokens
+    from nano_inference.rl.workers import GradientShards, Workers
 
 __all__ = [
+    "GradientShards",
     "LoraPolicy",
     "MismatchReport",
     "PolicyModel",
+    "Workers",
     "differences",
     "mismatch_report",
     "replay",
@@ -28,9 +31,11 @@ __all__ = [
 ]
 
 _MODULES = {
+    "GradientShards": "workers",
     "LoraPolicy": "lora",
     "MismatchReport": "report",
     "PolicyModel": "policy",
+    "Workers": "workers",
     "differences": "comparison",
     "mismatch_report": "report",
     "replay": "replayer",

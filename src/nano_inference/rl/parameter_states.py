@@ -2,7 +2,8 @@
 optimizers.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -35,6 +36,15 @@ def states(params: Sequence[Tensor]) -> list[State]:
         State(param.data_ptr(), param._version, *both)
         for param, both in zip(params, hashes, strict=True)
     ]
+
+
+def parameters_sha256(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the SHA-256 of parameters' names and bytes, in the order of names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(named, key=lambda pair: pair[0]):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _hashes(tensor: Tensor) -> Tensor:
