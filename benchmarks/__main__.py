@@ -226,6 +226,22 @@ def training(
 
 
 @app.command()
+def trees(
+    model: Model = "smollm2-135m",
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """Measure a trainer's step on a tree of ten branches, beside flat sequences."""
+    from benchmarks.trees import measure
+
+    options = Options(model, dtype, backend, threads, repeats)
+    write("trees", measure(options), asdict(options), out, model)
+
+
+@app.command()
 def kv_cache(
     model: Model = "smollm2-135m",
     dtype: DType = "bfloat16",
