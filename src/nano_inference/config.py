@@ -184,6 +184,8 @@ class EngineConfig:
             subfolder, which it removes at its end. On one rank. None drops such blocks.
         kept_cache_bytes: Maximum size of the files in `kept_cache_folder`, in bytes. Beyond it the
             oldest are removed. None means 4 GiB.
+        receipt_key: PEM file with an Ed25519 private key that signs receipts (docs/receipts.md).
+            Needs the extra `receipts`. None leaves them unsigned.
         seed: Seed from which requests without a seed get theirs. None uses the operating system's
             entropy.
         tensor_parallel: Ranks that share every layer: 1, 2, 4, 8 and so on. Each is a process. The
@@ -324,6 +326,9 @@ class EngineConfig:
     kept_cache_bytes: int | None = option(
         None, ENGINE, "Size limit of the cache folder. Default: 4 GiB.", least=1, size=True
     )
+    receipt_key: str | None = option(
+        None, ENGINE, "Sign receipts with this Ed25519 key, a PEM file.", metavar="FILE"
+    )
     seed: int | None = option(
         None, ENGINE, "Derive the seeds of requests without one from this number."
     )
@@ -404,7 +409,7 @@ def _check_text(config: EngineConfig) -> None:
         raise ConfigError(
             f"device={config.device!r} is not supported; use 'auto', 'cpu', 'cuda' or 'cuda:N'."
         )
-    for name in ("tokenizer_path", "ref_model_path", "draft_model", "kept_cache_folder"):
+    for name in ("tokenizer_path", "ref_model_path", "draft_model", "kept_cache_folder", "receipt_key"):
         if getattr(config, name) is not None:
             _require_text(name, getattr(config, name))
 

@@ -522,6 +522,11 @@ SERVED_ROWS = (
         "build the engine with it",
         needs=(Asked("enable_return_routed_experts", (True,)),),
     ),
+    _feature("receipts of samples", "receipt")(
+        "a receipt has the hash of whole weights, and each process holds a part",
+        "use one rank",
+        ranks=(),
+    ),
 )
 
 CALL_ROWS = (

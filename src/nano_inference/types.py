@@ -148,6 +148,8 @@ class SamplingParams:
             lies. Needs `prompt_logprob_token_ids`.
         logits_processors: Names of functions that change the model's logits, in this order, before
             all other steps (`InferenceEngine.register_logits_processor`).
+        receipt: Return a receipt with the sample (docs/receipts.md). The first sample under new
+            weights waits until their hash is computed.
     """
 
     temperature: float = option(
@@ -216,6 +218,9 @@ class SamplingParams:
     prompt_logprob_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprob_start: int = 0
     logits_processors: tuple[str, ...] = ()
+    receipt: bool = option(
+        False, SAMPLING, "Add a receipt to each sample, for `nano-inference verify`."
+    )
 
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0.0, math.inf)
@@ -333,7 +338,10 @@ class SamplingParams:
         return self.filters or (masks and self.temperature > 0)
 
 
-_FLAGS = ("ignore_eos", "prompt_logprobs", "raw_logprobs", "sampling_mask", "routed_experts")
+_FLAGS = (
+    *("ignore_eos", "prompt_logprobs", "raw_logprobs", "sampling_mask", "routed_experts"),
+    "receipt",
+)
 
 
 def _require_name(adapter: object) -> None:
@@ -485,6 +493,57 @@ class TopLogprobs(NamedTuple):
     logprobs: tuple[float, ...]
 
 
+class ContentHash(NamedTuple):
+    """SHA-256 of the weights, or of an adapter's matrices, of one version.
+
+    `sha256` is empty if the engine that finished the sample never had this version.
+    """
+
+    version: int
+    sha256: str
+
+
+class FilePlace(NamedTuple):
+    """Place of a sample in its file.
+
+    Attributes:
+        line: Number of the sample, from 1.
+        lines: Number of samples in the file.
+        chain: SHA-256 over the chain of the sample before it, this sample's receipt and both
+            numbers.
+    """
+
+    line: int
+    lines: int
+    chain: str
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Hash chain over a sample (docs/receipts.md). `nano_inference.data.receipts` computes it.
+
+    Attributes:
+        format: Version of the format.
+        weights: Hash of the weights of every version in `kv_versions`, by version.
+        adapters: The same for `adapter_versions`.
+        links: First eight bytes of each value of the chain: one for each field, then one for each
+            completion token. They name the first field or token that was changed.
+        head: Last value of the chain, SHA-256 in hexadecimal digits.
+        public_key: Ed25519 key that verifies `signature`, 32 bytes. Empty without a signature.
+        signature: Ed25519 signature of the format and the head, 64 bytes. Empty without a key.
+        place: Place in a file, if the sample was written to one with `sealed`.
+    """
+
+    format: int
+    weights: tuple[ContentHash, ...]
+    adapters: tuple[ContentHash, ...]
+    links: bytes = field(repr=False)
+    head: str
+    public_key: bytes = b""
+    signature: bytes = b""
+    place: FilePlace | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
     """Finished or aborted sample with everything that RL training needs. Per-token tuples have one
@@ -548,6 +607,7 @@ class TrainingSample:
         prompt_token_id_logprobs: The model's own logprobs of `prompt_logprob_token_ids`, if
             requested. Row i belongs to prompt token `prompt_logprob_start + 1 + i`. Rows with fewer
             ids end with -inf.
+        receipt: Receipt of the sample, if requested.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -580,6 +640,7 @@ class TrainingSample:
     token_id_logprobs: LogprobMatrix | None = None
     raw_token_id_logprobs: LogprobMatrix | None = None
     prompt_token_id_logprobs: LogprobMatrix | None = None
+    receipt: Receipt | None = None
 
     @property
     def oldest_weight_version(self) -> int:

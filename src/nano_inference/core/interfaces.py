@@ -12,6 +12,7 @@ from nano_inference.core.sequence import Sequence, Sequences
 from nano_inference.kv_cache.block_hash import PrefixKeys
 from nano_inference.sampling.columns import Arrays
 from nano_inference.sampling.drafted import Drafts
+from nano_inference.types import TrainingSample
 from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
 
 
@@ -79,6 +80,21 @@ class Returning(Protocol):
 
     def bring_back(self, token_ids: Listed[int], prefix: PrefixKeys, places: range) -> list[int]:
         """Restore these blocks into the cache and return a block table that holds them."""
+        ...
+
+
+class Receipts(Protocol):
+    """Adds receipts to finished samples.
+
+    `engine.receipts.ReceiptMaker`, in a higher layer, implements it.
+    """
+
+    def note(self, seq: Sequence) -> None:
+        """Record the weights and the adapter that compute a sequence from now on."""
+        ...
+
+    def add(self, sample: TrainingSample) -> TrainingSample:
+        """Return a finished sample with its receipt, if it wants one."""
         ...
 
 

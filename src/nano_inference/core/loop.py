@@ -29,7 +29,7 @@ from nano_inference.core.decision import SchedulerOutput
 from nano_inference.core.deltas import next_delta
 from nano_inference.core.failures import is_device_failure
 from nano_inference.core.gate import Gate
-from nano_inference.core.interfaces import Drafting, Pending, Returning, Runner
+from nano_inference.core.interfaces import Drafting, Pending, Receipts, Returning, Runner
 from nano_inference.core.lifecycle import Event, Lifecycle, after
 from nano_inference.core.logits_processors import LogitsProcessors
 from nano_inference.core.reference_logprobs import ReferenceLogprobs
@@ -146,6 +146,7 @@ class LoopHooks:
         processors: Logits processors that requests may name.
         drafter: Source of draft tokens. None disables drafts.
         kept_files: Files of kept blocks that were evicted. None: evicted blocks are lost.
+        receipts: Maker of receipts. None: no sample gets one.
         watches: Functions called with every launched step before its draw.
         on_finish: Functions called in order with each sequence that finishes without being aborted,
             before the loop's own hooks.
@@ -157,6 +158,7 @@ class LoopHooks:
     processors: LogitsProcessors = field(default_factory=LogitsProcessors)
     drafter: Drafting | None = None
     kept_files: Returning | None = None
+    receipts: Receipts | None = None
     watches: tuple[Watch, ...] = ()
     on_finish: tuple[OnFinish, ...] = ()
 
@@ -228,7 +230,7 @@ class EngineLoop:
         self.start_grammar, self.processors = hooks.start_grammar, hooks.processors
         self._compiling: set[int] = set()  # ids of sequences without a `GrammarReady` so far
         self.drafter, self.kept_files = hooks.drafter, hooks.kept_files
-        self.watches = hooks.watches
+        self.watches, self.receipts = hooks.watches, hooks.receipts
         self.groups = SampleGroups(self.sequences)
         # Keep this order: `ReferenceLogprobs` withholds samples from later hooks.
         self.on_finish: list[OnFinish] = [
@@ -344,7 +346,12 @@ class EngineLoop:
     def take(self) -> list[TrainingSample]:
         """Return the finished samples that were not taken yet."""
         taken, self.finished = self.finished, []
-        return taken
+        return taken if self.receipts is None else [*map(self.receipts.add, taken)]
+
+    def _note_receipts(self) -> None:
+        if self.receipts is not None:
+            for seq in self.sequences.by_id.values():
+                self.receipts.note(seq)
 
     def _bring_back(self, files: Returning) -> None:
         """Restore blocks from files for the sequences that this step will admit.
@@ -455,6 +462,7 @@ class EngineLoop:
         version = write()
         if version is not None:
             change_version(self.sequences, self.cache, weight_set, version)
+            self._note_receipts()
         return self.take()
 
     def change_adapter(self, adapter: ServedAdapter, kv_policy: KvPolicy) -> list[TrainingSample]:
@@ -464,6 +472,7 @@ class EngineLoop:
             begun_with = of_adapter(self.sequences, adapter.name)
             self._end([seq for seq in begun_with if seq.num_samples])
         change_adapter(self.sequences, self.cache, adapter, kv_policy)
+        self._note_receipts()
         return self.take()
 
     def watch(self, watch: Watch) -> None:
@@ -634,6 +643,7 @@ class EngineLoop:
             version = self.weights.apply(update, keep_old=self._keeps_old(kv_policy))
             if version is not None:
                 change_version(self.sequences, self.cache, POLICY, version, kv_policy)
+                self._note_receipts()
                 self._end_outdated()
             self._release_behind()
 
@@ -688,6 +698,8 @@ class EngineLoop:
             seq = self.sequences.by_id[admission.seq_id]
             is_new, of_policy = seq.posted is not None, seq.weight_set in (POLICY, PREVIOUS)
             self._leave_queue(seq)
+            if self.receipts is not None:
+                self.receipts.note(seq)
             if of_policy:
                 self.num_prompt_tokens += seq.request.num_prompt_tokens if is_new else 0
                 self.num_queried_tokens += (

@@ -14,6 +14,7 @@ _ADDED: Mapping[str, Any] = {
     "token_id_logprobs": None,
     "raw_token_id_logprobs": None,
     "prompt_token_id_logprobs": None,
+    "receipt": None,
 }
 
 

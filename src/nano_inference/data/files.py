@@ -1,14 +1,13 @@
 """Samples in files: JSON lines and Parquet."""
 
 import json
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from nano_inference.data.columns import DataError, check_names, make_sample, samples_of, to_columns
-from nano_inference.data.kinds import FIELDS, column_type
+from nano_inference.data.kinds import FIELDS, column_type, strict
 from nano_inference.errors import ConfigError
 from nano_inference.types import TrainingSample
 
@@ -22,7 +21,7 @@ def write_jsonl(samples: Iterable[TrainingSample], path: str | os.PathLike[str])
 
 def json_line(sample: TrainingSample) -> str:
     """Return one sample in the format of `write_jsonl`, without a line end."""
-    row = {name: _strict(kind.to_plain(getattr(sample, name))) for name, kind in FIELDS.items()}
+    row = {name: strict(kind.to_plain(getattr(sample, name))) for name, kind in FIELDS.items()}
     return json.dumps(row, allow_nan=False)
 
 
@@ -101,20 +100,6 @@ def _pyarrow() -> tuple[Any, Any]:
             "use JSON lines."
         ) from error
     return pa, parquet
-
-
-def _strict(plain: Any) -> Any:
-    """Replace floats that are not JSON numbers.
-
-    JSON readers accept null among numbers, but few accept NaN.
-    """
-    if isinstance(plain, float) and not math.isfinite(plain):
-        return None if math.isnan(plain) else "Infinity" if plain > 0 else "-Infinity"
-    if isinstance(plain, list):
-        return [_strict(item) for item in plain]
-    if isinstance(plain, dict):
-        return {key: _strict(item) for key, item in plain.items()}
-    return plain
 
 
 def _refuse_constant(constant: str) -> Any:

@@ -20,7 +20,7 @@ _ADDED: Mapping[Any, frozenset[str]] = {
     SamplingParams: frozenset(
         (
             *("thinking_token_budget", "bad_words", "logits_processors", "logprob_token_ids"),
-            *("prompt_logprob_token_ids", "prompt_logprob_start"),
+            *("prompt_logprob_token_ids", "prompt_logprob_start", "receipt"),
         )
     )
 }
@@ -241,6 +241,20 @@ def _union(members: tuple[Any, ...]) -> Kind:
             "None and nan are indistinguishable in JSON; use another type than float | None"
         )
     return _optional(kind)
+
+
+def strict(plain: Any) -> Any:
+    """Replace floats that are not JSON numbers.
+
+    JSON readers accept null among numbers, but few accept NaN.
+    """
+    if isinstance(plain, float) and not math.isfinite(plain):
+        return None if math.isnan(plain) else "Infinity" if plain > 0 else "-Infinity"
+    if isinstance(plain, list):
+        return [strict(item) for item in plain]
+    if isinstance(plain, dict):
+        return {key: strict(item) for key, item in plain.items()}
+    return plain
 
 
 # Columns: all fields of a sample, in order.

@@ -32,6 +32,7 @@ from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
 from nano_inference.engine.kept_prompts import KeptPrompts
 from nano_inference.engine.requests import Params, RequestChecks
+from nano_inference.engine.receipts import ReceiptMaker
 from nano_inference.engine.resume_from import resumed, resumed_here
 from nano_inference.engine.shared_loop import SharedLoop, why_dead
 from nano_inference.engine.weight_updates import Updates, manager_of
@@ -39,6 +40,7 @@ from nano_inference.errors import AdapterError, InvalidRequest
 from nano_inference.structured.matching import GrammarState
 from nano_inference.system.locks import FairLock
 from nano_inference.system.moved import Removed
+from nano_inference.system.signing import read_key
 from nano_inference.text.chat import Tools
 from nano_inference.text.conversation import Conversation, OnRewrite
 from nano_inference.text.messages import Messages
@@ -93,6 +95,7 @@ class InferenceEngine:
         """
         with ExitStack() as undo:  # releases resources if the constructor fails
             gate, work_arrived = Gate(), threading.Event()
+            signing_key = None if config.receipt_key is None else read_key(config.receipt_key)
             if lockstep is not None:
                 from nano_inference.ranks.lockstep import LockstepGate
 
@@ -129,6 +132,7 @@ class InferenceEngine:
                 *(self.model, self.runner, gate, lock, self.memory_budget.workspace),
                 shared=lambda: self.shared,
             )
+            self.receipts = ReceiptMaker(sequences, self.weight_sync.content_hash, signing_key)
             hooks = LoopHooks(
                 gate=gate,
                 weights=self.weight_sync,
@@ -136,6 +140,7 @@ class InferenceEngine:
                 processors=self.intake.processors,
                 drafter=made.drafter,
                 kept_files=self.kept_files,
+                receipts=self.receipts,
                 watches=made.watches,
                 on_finish=made.on_finish,
             )

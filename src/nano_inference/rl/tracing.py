@@ -7,7 +7,6 @@ if some operation's bits depend on the schedule, the same tokens show it. The sc
 chunk and token by token, one operation at a time and compiled, on the engine's threads and on one.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -17,9 +16,6 @@ import torch
 from nano_inference.arrays import Dtype, Tensor, as_torch, namespace
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters.slots import slots
-from nano_inference.models.parameters.table import param_table
-from nano_inference.models.parameters.values import read
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.interface import Norm, Ops
@@ -28,6 +24,7 @@ from nano_inference.rl.history import stretches
 from nano_inference.rl.replayer import MOST_ROWS, Draws, Replayer
 from nano_inference.sampling.tensors import sampling_batch
 from nano_inference.types import TrainingSample
+from nano_inference.weights.update import WeightSet
 
 # The last rows are computed one at a time, earlier ones in one chunk. The difference is in the last
 # row, and a single operation costs much more than its share of a compiled step.
@@ -103,17 +100,7 @@ def diagnose(replayer: Replayer, sample: TrainingSample, difference: Difference)
         model = replayer.decoders.get(version)
         draws = replayer.draws(sample, params)
         schedules = _Schedules(model, tokens, storage, table, draws)
-        return Diagnosis(schedules.first_difference(), version, weights_sha256(model))
-
-
-def weights_sha256(model: Decoder) -> str:
-    """Return one checksum of all tensors, by name, in the model's dtype."""
-    digest = hashlib.sha256()
-    for name, slot in sorted(slots(param_table(model.spec)).items()):
-        digest.update(name.encode())
-        held = as_torch(read(model.params, slot))
-        digest.update(held.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return digest.hexdigest()
+        return Diagnosis(schedules.first_difference(), version, WeightSet(model).content_hash())
 
 
 def _num_rows(sample: TrainingSample, difference: Difference) -> int:

@@ -309,6 +309,11 @@ class WeightSyncManager:
         with self.lock:
             return self.weights.checksum()
 
+    def content_hash(self) -> str:
+        """Return one SHA-256 of all live checkpoint tensors (`WeightSet.content_hash`)."""
+        with self.lock:
+            return self.weights.content_hash()
+
     def tensor(self, name: str) -> Tensor:
         """Return one live checkpoint tensor, as in `state_dict`. Raises `WeightUpdateError`."""
         with self.lock:

@@ -138,6 +138,19 @@ class WeightSet:
         """Return the SHA-256 of each tensor, over its bytes row by row in the stored dtype."""
         return {name: _sha256(self.tensor(name)) for name in self.names if self._holds(name)}
 
+    def content_hash(self) -> str:
+        """Return one SHA-256 of all tensors: of the lines "name checksum" of `checksum`, by name.
+
+        It depends only on the values in their stored dtype, not on the processor and its packing,
+        nor on tensors that only drafts read.
+        """
+        lines = (
+            f"{name} {checksum}\n"
+            for name, checksum in sorted(self.checksum().items())
+            if name not in self.optional
+        )
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
     def _holds(self, name: str) -> bool:
         """Return True if this engine holds any part of a tensor. Each engine in lockstep holds only
         some experts.
