@@ -32,7 +32,7 @@ from nano_inference.types import ERROR, SamplingParams, TrainingSample
 
 if TYPE_CHECKING:
     from nano_inference.engine.engine import InferenceEngine
-_LOCAL_PARAMS = ("min_tokens", "stop_token_ids", "ignore_eos", "adapter")  # not sent to a server
+_LOCAL_PARAMS = ("min_tokens", "stop_token_ids", "ignore_eos", "adapter", "receipt")  # not sent to a server
 _Sampling = Annotated[
     options.Values,
     FieldOptions(
@@ -41,7 +41,7 @@ _Sampling = Annotated[
         shown=options.AS_RECOMMENDED,
     ),
 ]
-_CONFIG_OPTIONS = ("ref_model_path", *options.ONE_ENGINE, *options.RANKS, "rank_timeout")
+_CONFIG_OPTIONS = ("ref_model_path", "receipt_key", *options.ONE_ENGINE, *options.RANKS, "rank_timeout")
 _Engine = Annotated[
     options.Values, FieldOptions(EngineConfig, _CONFIG_OPTIONS, defaults={"dtype": "fast"})
 ]
@@ -168,7 +168,7 @@ def generate(
         return
     model = options.checked_model(model or "")
     prompts = _prompts(prompt or [], file)
-    _check_output(as_json, logprobs, top_logprobs)
+    _check_output(as_json, logprobs, top_logprobs, receipt=sampling["receipt"])
     params = options.checked(
         SamplingParams,
         **sampling,
@@ -186,9 +186,9 @@ def generate(
         live = len(prompts) * num_samples == 1 and is_plain
         run = _sample(built, prompts, params, num_samples, live=live)
         if as_json:
-            from nano_inference.data import json_line
+            from nano_inference.data import json_line, sealed
 
-            for sample in run.samples:
+            for sample in sealed(run.samples):
                 typer.echo(json_line(sample))
         elif logprobs:
             output.print(legend(output), "", sep="\n")
@@ -220,13 +220,15 @@ def _check_given(ctx: typer.Context, model: str | None, url: str | None) -> None
         raise typer.BadParameter(f"{flag} requires {owner}; leave it out.")
 
 
-def _check_output(as_json: bool, logprobs: bool, top_logprobs: int) -> None:
+def _check_output(as_json: bool, logprobs: bool, top_logprobs: int, *, receipt: bool) -> None:
     if as_json and logprobs:
         raise typer.BadParameter(
             "--logprobs and --json exclude each other: the JSON has all logprobs; leave one out."
         )
     if top_logprobs and not as_json:
         raise typer.BadParameter("--top-logprobs requires --json.")
+    if receipt and not as_json:
+        raise typer.BadParameter("--receipt requires --json, which writes receipts.")
 
 
 def _grammar(schema: str | None, pattern: str | None, choices: list[str] | None) -> Grammar | None:

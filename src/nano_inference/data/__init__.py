@@ -33,6 +33,7 @@ from nano_inference.data.files import (
     write_parquet,
 )
 from nano_inference.data.padding import pad_samples
+from nano_inference.data.receipts import sealed
 
 __all__ = [
     "DataError",
@@ -41,6 +42,7 @@ __all__ = [
     "pad_samples",
     "read_jsonl",
     "read_parquet",
+    "sealed",
     "to_columns",
     "write_jsonl",
     "write_parquet",

@@ -21,8 +21,12 @@ def write_jsonl(samples: Iterable[TrainingSample], path: str | os.PathLike[str])
 
 def json_line(sample: TrainingSample) -> str:
     """Return one sample in the format of `write_jsonl`, without a line end."""
-    row = {name: strict(kind.to_plain(getattr(sample, name))) for name, kind in FIELDS.items()}
-    return json.dumps(row, allow_nan=False)
+    return json.dumps(json_row(sample), allow_nan=False)
+
+
+def json_row(sample: TrainingSample) -> dict[str, Any]:
+    """Return the object that `json_line` writes."""
+    return {name: strict(kind.to_plain(getattr(sample, name))) for name, kind in FIELDS.items()}
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[TrainingSample]:

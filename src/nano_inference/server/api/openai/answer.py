@@ -19,6 +19,7 @@ from nano_inference.server.api.shared.answers import (
     named_tops,
     npy_of,
     prompt_rows,
+    receipt_told,
     routed_experts_told,
     token_name,
     version_spans,
@@ -190,6 +191,7 @@ class OpenAIBuilder(Builder):
                 "adapter": self._adapter,
                 "routed_experts": self._routed_experts(),
                 "logprob_token_ids": named,
+                "receipt": request.receipt,
                 **hinted(kept_seconds(request.prompt_cache_retention, request), self.served),
             },
             behind=behind,
@@ -309,6 +311,7 @@ class OpenAIBuilder(Builder):
             mask = sample.sampling_mask
             fields["sampling_mask"] = {"offsets": mask.offsets, "token_ids": mask.token_ids}
         fields |= routed_experts_told(sample, npy_of)
+        fields |= receipt_told(sample, hides_cached=self.served.config.hide_cached_tokens)
         if sample.log_kept_mass is not None and self.request.raw_logprobs:
             fields["log_kept_mass"] = sample.log_kept_mass
         return fields

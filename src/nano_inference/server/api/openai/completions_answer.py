@@ -144,6 +144,7 @@ class CompletionBuilder(CompletionAsked):
             fields |= self.ending(sample)
             if self._hides:
                 fields["stop_reason"] = None
+                fields.pop("receipt", None)  # it shows the completion
             fields["prompt_logprobs"] = (
                 None if request.prompt_logprobs is None else self.prompt_logprobs(sample)
             )

@@ -14,6 +14,7 @@ from nano_inference.server.api.shared.fields import (
     OneOrMany,
     PromptLogprobs,
     Retention,
+    ReceiptField,
     SamplingFields,
     Schema,
     Strict,
@@ -119,6 +120,7 @@ class OpenAIFields(SamplingFields):
     stop: OneOrMany | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    receipt: ReceiptField = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(
         None, description='Name tokens in logprobs as "token_id:123"'
@@ -348,6 +350,7 @@ _ENDING = {
     "weight_version": INTEGER,
     "token_ids": nullable(list_of(INTEGER)),
     "routed_experts": nullable(STRING),
+    "receipt": {"type": "object"},
 }
 _TOLD_IDS = nullable(list_of(INTEGER))
 _RANKED = thing(

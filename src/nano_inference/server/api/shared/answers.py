@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from pydantic_core import from_json
 
+from nano_inference.data.files import json_row
 from nano_inference.types import (
     LogprobMatrix,
     RoutedExperts,
@@ -185,6 +186,16 @@ def routed_experts_told(
     if sample.routed_experts_unknown is not None:
         return {"routed_experts": None, "routed_experts_unknown": sample.routed_experts_unknown}
     return {}
+
+
+def receipt_told(sample: TrainingSample, *, hides_cached: bool) -> dict[str, Any]:
+    """Return the field of an answer with the sample as a line for `nano-inference verify`, if it
+    has a receipt.
+    """
+    if sample.receipt is None:
+        return {}
+    row = json_row(sample)
+    return {"receipt": row | {"cached_tokens": 0} if hides_cached else row}
 
 
 def version_spans(

@@ -332,6 +332,11 @@ class SamplingFields(GrammarFields):
     }
 
 
+# field of the protocols whose answers hold receipts
+ReceiptField = Annotated[
+    bool | None,
+    Field(description="Return a line for `nano-inference verify` with each sample"),
+]
 # OpenAI's values for `keep_cache_seconds`
 Retention = Literal["in-memory", "in_memory", "24h"]
 RETENTION: Any = Field(

@@ -34,6 +34,7 @@ from nano_inference.server.api.shared.answers import (
     flat_rows,
     int32_of,
     named_tops,
+    receipt_told,
     routed_experts_told,
     version_spans,
 )
@@ -289,7 +290,10 @@ class SglangBuilder(SglangAsked):
             meta["output_token_raw_logprobs"] = finite(sample.raw_logprobs or ())
         if prompt.experts_from is not None:
             meta |= routed_experts_told(sample, int32_of, prompt.experts_from, hides=prompt.hides)
-        return meta if prompt.hides else meta | masks_of(prompt, sample)
+        if prompt.hides:
+            return meta
+        meta |= receipt_told(sample, hides_cached=self.served.config.hide_cached_tokens)
+        return meta | masks_of(prompt, sample)
 
     def _logprobs(
         self, prompt: SglangPrompt, sample: TrainingSample, ids: Sequence[int]

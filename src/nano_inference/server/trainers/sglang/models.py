@@ -11,6 +11,7 @@ from nano_inference.server.api.shared.fields import (
     MOST,
     GrammarFields,
     OneOrMany,
+    ReceiptField,
     SamplingFields,
     Strict,
 )
@@ -75,6 +76,7 @@ class SglangSampling(SamplingFields):
         None, description="Remove special tokens from the text. Default: true"
     )
     custom_params: CustomParams | None = None
+    receipt: ReceiptField = None
     ignored = ("spaces_between_special_tokens",)  # has no effect on fast tokenizers
     refused = SamplingFields.refused | {
         "beam_width": (1,),

@@ -295,6 +295,7 @@ class SglangAsked(Builder):
                 "sampling_mask": prompt.mask or prompt.flat_mask or None,
                 "routed_experts": prompt.experts_from is not None or None,
                 "thinking_budget": self._thinking_budget(sampling, index),
+                "receipt": sampling.receipt,
             },
             within="sampling_params.",
             behind=behind_reasoning(prompt.token_ids, self.served, parsed=False)

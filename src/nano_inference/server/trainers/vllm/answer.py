@@ -24,6 +24,7 @@ from nano_inference.server.api.shared.answers import (
     npy_of,
     npy_of_logprobs,
     prompt_rows,
+    receipt_told,
     routed_experts_told,
     version_spans,
 )
@@ -145,6 +146,7 @@ class VllmBuilder(VllmAsked):
             ending["sampling_mask"] = sample.sampling_mask.rows()
         start = self._sampling.routed_experts_prompt_start or 0
         ending |= routed_experts_told(sample, npy_of, start)
+        ending |= receipt_told(sample, hides_cached=self._served.config.hide_cached_tokens)
         if sample.log_kept_mass is not None and self._sampling.raw_logprobs:
             ending["log_kept_mass"] = flat(
                 sample.log_kept_mass, self._request.flat_logprobs or "list"

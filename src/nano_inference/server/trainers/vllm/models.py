@@ -13,6 +13,7 @@ from nano_inference.server.api.shared.fields import (
     MOST,
     GrammarFields,
     OneOrMany,
+    ReceiptField,
     SamplingFields,
     Strict,
     TokenIds,
@@ -48,6 +49,7 @@ class VllmSampling(SamplingFields):
     prompt_logprob_start: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
         None, description="Prompt token after which the first of these positions lies"
     )
+    receipt: ReceiptField = None
     return_sampling_mask: bool | None = None
     routed_experts_prompt_start: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
         None, description="First token of the prompt whose experts are returned"

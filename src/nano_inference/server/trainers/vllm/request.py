@@ -125,6 +125,7 @@ class VllmAsked(Builder):
                 "logprob_token_ids": self._named,
                 "prompt_logprob_token_ids": self._prompt_named or None,
                 "prompt_logprob_start": sampling.prompt_logprob_start,
+                "receipt": sampling.receipt,
             },
             within="sampling_params.",
             behind=behind_reasoning(self._prompt, self._served, parsed=False)
