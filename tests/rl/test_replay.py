@@ -22,7 +22,7 @@ from nano_inference import (
 )
 from nano_inference.rl.comparison import differences
 from nano_inference.rl.replayer import MOST_ROWS, Replayer, replay
-from nano_inference.types import ContextVersions
+from nano_inference.types import ContextVersions, TopLogprobs
 from tests.depth import at_depth
 from tests.models.tiny import llama_config, llama_weights, tiny_llama, tiny_model, write_model
 from tests.ops.compiler import NEEDS_COMPILER
@@ -313,7 +313,7 @@ def test_appended_tokens_are_replayed_verbatim(build: Build) -> None:
     first = engine.generate(PROMPT, params)[0]
     tool = (7, 8, 9)
     longer = engine.generate([*PROMPT, *first.completion_tokens, *tool], params)[0]
-    blank = ((),) * 3
+    blank = (TopLogprobs((), ()),) * 3
     whole = replace(
         first,
         completion_tokens=first.completion_tokens + tool + longer.completion_tokens,

@@ -45,6 +45,8 @@ def batch_of_rows(
     draws: Listed[int] = (),
     scores: Listed[tuple[int, int]] = (),
     num_best: int = 0,
+    adapters: Listed[Any] = (),
+    row_adapters: Listed[int] = (),
     weight_set: str = POLICY,
     device: Device | None = None,
 ) -> ForwardBatch:
@@ -56,6 +58,8 @@ def batch_of_rows(
         draws: Rows of the batch that need logits, in rising order.
         scores: Pairs of a row of the batch and the token to score after it.
         num_best: Number of most probable tokens to return after each scored row.
+        adapters: Adapters of the rows (`ops.lora.Adapter`).
+        row_adapters: Index of each row's adapter, -1 for none. Empty without adapters.
         weight_set: Weight set that computes the rows.
         device: Device of the batch. None: tensors on the CPU.
     """
@@ -83,5 +87,7 @@ def batch_of_rows(
         score_mask_rows=xp.full((len(scores),), -1),
         best_rows=arrays.integers([row for row, _ in scores] if num_best else []),
         num_best=num_best,
+        adapters=tuple(adapters),
+        row_adapters=arrays.integers(row_adapters),
     )
     return batch if device is None else to_device(batch, device)

@@ -20,7 +20,7 @@ _PER_TOKEN = (
 )
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 200
-_OF_ALL = ("weight_versions", "weight_version", "finish_reason", "stop_reason")
+_OF_ALL = ("weight_versions", "weight_version", "finish_reason", "stop_reason", "text")
 
 
 class Difference(NamedTuple):

@@ -8,39 +8,41 @@ with its own tokens, one row at a time.
 """
 
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
-
-import numpy as np
+from functools import partial
+from typing import Any
 
 from nano_inference.arrays import without_gradients
-from nano_inference.core.named_ids import prompt_matrix, prompt_scoring
 from nano_inference.core.sequence import REFERENCE
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.runner import Sampled
-from nano_inference.drafts.model import draw_request
 from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.receipts import hash_of_adapter
 from nano_inference.errors import InvalidRequest
-from nano_inference.models.decoder import Decoder
+from nano_inference.models.decoder import Decoder, ForwardResult
 from nano_inference.ops.batches import Rows, batch_of_rows
+from nano_inference.ops.lora import Adapter
 from nano_inference.ranks.parts import require_one_rank
-from nano_inference.rl.history import Stretch, stretches, versions_of, was_sampled
+from nano_inference.rl.history import versions_of, was_sampled
+from nano_inference.rl.replay_run import (
+    NOTHING,
+    Chunk,
+    Computed,
+    DraftGrammar,
+    Drawn,
+    Draws,
+    Run,
+    best_of,
+)
 from nano_inference.rl.versions import VersionedDecoders, Weights
 from nano_inference.sampling.tensors import DrawRequest, sampling_batch
-from nano_inference.sampling.token_rules import TokenRules
 from nano_inference.structured.matching import GrammarState
-from nano_inference.types import (
-    LogprobMatrix,
-    SamplingMask,
-    SamplingParams,
-    TopLogprobs,
-    TrainingSample,
-    VersionSpan,
-)
+from nano_inference.text.detokenizer import OutputText
+from nano_inference.types import SamplingParams, TrainingSample
 
 MOST_ROWS = 128  # rows of a forward pass: limits the memory for logits
+MOST_CONTEXT = 4096  # rows of the samples that are replayed together: limits their KV tensors
 
 
 def replay(
@@ -101,11 +103,6 @@ class Replayer:
                 f"the sample was drawn with the logits processor {params.logits_processors[0]!r}, "
                 "which replay does not support; draw it again with its seed."
             )
-        if params.adapter is not None:
-            raise InvalidRequest(
-                f"the sample was drawn with the adapter {params.adapter!r}, which replay does not "
-                "support; compare its logprobs with `score(adapter=...)`."
-            )
         if not engine.model.part.is_whole:
             raise InvalidRequest(
                 "this engine holds only a part of its model; replay on an engine with one rank "
@@ -141,36 +138,134 @@ class Replayer:
         """
         stop_ids, grammar = self._checks.stop_ids(params), params.grammar
         rules = self.engine.intake.rules_of(params, len(sample.prompt_tokens))
-        if grammar is None:
-            return Draws(sample, params, stop_ids, rules=rules)
-        first = GrammarState(grammar, allowed=params.allowed_token_ids)
-        self.engine.intake.grammars.wait(first)
-        prompt, sampled = len(sample.prompt_tokens), was_sampled(sample)
-        after = [prompt + index + 1 for index, own in enumerate(sampled) if not own]
-        return Draws(sample, params, stop_ids, DraftGrammar(first.fork, [prompt, *after]), rules)
+        text = None
+        if params.stop or sample.text is not None:
+            tokenizer = self._checks.need_tokenizer("the text of a sample")
+            text = partial(OutputText, tokenizer, params.stop)
+        draft = None
+        if grammar is not None:
+            first = GrammarState(grammar, allowed=params.allowed_token_ids)
+            self.engine.intake.grammars.wait(first)
+            prompt, sampled = len(sample.prompt_tokens), was_sampled(sample)
+            after = [prompt + index + 1 for index, own in enumerate(sampled) if not own]
+            draft = DraftGrammar(first.fork, [prompt, *after])
+        return Draws(sample, params, stop_ids, draft, rules, self._adapter_of(sample), text)
 
-    @without_gradients
+    def _adapter_of(self, sample: TrainingSample) -> Adapter | None:
+        """Return the adapter that drew a sample. Raises `InvalidRequest`.
+
+        Versions count within one engine, so the receipt's hash decides if there is one.
+        """
+        assert sample.sampling_params is not None
+        adapter = self.engine.intake.adapter_of(sample.sampling_params.adapter)
+        if adapter is None:
+            return None
+        if (merged := self.engine.intake.live.merged) is not None:
+            raise InvalidRequest(
+                f"adapter {merged!r} is merged into the weights; call unmerge_adapter() first."
+            )
+        assert isinstance(adapter, Adapter)
+        versions = sorted({span.version for span in sample.adapter_versions})
+        if len(versions) > 1:
+            raise InvalidRequest(
+                f"the sample was drawn with versions {', '.join(map(str, versions))} of adapter "
+                f"{adapter.name!r}; replay supports samples of one version."
+            )
+        known = sample.receipt.adapters[0].sha256 if sample.receipt and sample.receipt.adapters else ""
+        if known != hash_of_adapter(adapter) if known else versions not in ([], [adapter.version]):
+            raise InvalidRequest(
+                f"the sample was drawn with version {versions[0]} of adapter {adapter.name!r}, and "
+                "the engine has another one; load the adapter that drew it."
+            )
+        return adapter
+
     def replay(self, sample: TrainingSample) -> TrainingSample:
         """Replay one sample, as the function `replay` does."""
-        engine = self.engine
-        engine.shared.require_alive()
-        params = self.check(sample)
-        draws = self.draws(sample, params)
-        # the lock keeps weights unchanged and operations free of the engine's steps
-        with engine.shared.lock:
-            engine.shared.require_weights()
-            self.decoders.renew()
-            run = _Run(self, draws)
-            for stretch in stretches(sample):
-                run.go(stretch)
-            again = run.result()
-            if (
-                sample.ref_logprobs is not None
-                and REFERENCE in engine.runner.models
-                and sample.completion_tokens
-            ):
-                again = replace(again, ref_logprobs=self._reference_logprobs(again))
-        return again
+        return self.replay_many([sample])[0]
+
+    @without_gradients
+    def replay_many(
+        self, samples: Sequence[TrainingSample], *, to_first_difference: bool = False
+    ) -> list[TrainingSample]:
+        """Replay samples together: each forward pass computes rows of several of them, and the
+        samples of a group share the rows of their prompt.
+
+        Args:
+            samples: Samples, in any order. Their errors are those of `replay`.
+            to_first_difference: End a sample's replay at the first draw that differs. Its values
+                after that are the sample's own.
+        """
+        self.engine.shared.require_alive()
+        draws = [self.draws(sample, self.check(sample)) for sample in samples]
+        replayed: list[TrainingSample] = []
+        while draws:
+            count = _num_that_fit(draws)
+            # the lock keeps weights unchanged and operations free of the engine's steps
+            with self.engine.shared.lock:
+                self.engine.shared.require_weights()
+                self.decoders.renew()
+                replayed += self._replay(draws[:count], to_first_difference)
+            draws = draws[count:]
+        return replayed
+
+    def _replay(self, draws: Sequence[Draws], stops: bool) -> list[TrainingSample]:
+        runs, num_blocks = self._runs(draws, stops)
+        model, size = self.engine.model, self.engine.config.block_size
+        storage, _ = self.storage(model, num_blocks * size)
+        while live := [run for run in runs if run.is_ready]:
+            version, room = live[0].version, MOST_ROWS
+            chunks: list[Chunk] = []
+            for run in live:
+                if room and run.version == version:
+                    chunks.append(run.next_chunk(room))
+                    room -= chunks[-1].end - chunks[-1].start
+            results = _compute(self.decoders.get(version), storage, chunks)
+            for chunk, computed in zip(chunks, results, strict=True):
+                chunk.run.accept(chunk, computed)
+        return [self._with_reference(run) for run in runs]
+
+    def _runs(self, draws: Sequence[Draws], stops: bool) -> tuple[list[Run], int]:
+        """Return the runs with their blocks, and the number of blocks.
+
+        Samples of one prompt share its full blocks, unless versions mix or the prompt is scored.
+        """
+        size, has_states = self.engine.config.block_size, self.engine.spec.state is not None
+        leaders: dict[Any, Run] = {}
+        runs: list[Run] = []
+        num_blocks = 0
+        for each in draws:
+            sample, key = each.sample, None
+            whole = max(len(sample.prompt_tokens) + len(sample.completion_tokens) - 1, 1)
+            blocks, shared = -(-whole // size), 0
+            versions = versions_of(sample)
+            if len(versions) == 1 and not (each.params.scores_prompt or has_states):
+                key = (sample.prompt_tokens, *versions, each.adapter)
+                if key in leaders:
+                    shared = (len(sample.prompt_tokens) - 1) // size
+            head = leaders[key].table[:shared] if shared else []
+            table = [*head, *range(num_blocks, num_blocks + blocks - shared)]
+            num_blocks += blocks - shared
+            run = Run(
+                each,
+                table,
+                shared=shared * size,
+                leader=leaders[key] if shared else None,
+                stops=stops,
+            )
+            if key is not None:
+                leaders.setdefault(key, run)
+            runs.append(run)
+        return runs, num_blocks
+
+    def _with_reference(self, run: Run) -> TrainingSample:
+        again = run.result()
+        if (
+            again.ref_logprobs is None
+            or REFERENCE not in self.engine.runner.models
+            or not again.completion_tokens
+        ):
+            return again
+        return replace(again, ref_logprobs=self._reference_logprobs(again))
 
     def storage(self, model: Decoder, num_rows: int) -> tuple[KVStorage, list[int]]:
         """Return KV tensors for `num_rows` rows of a model, and their block table.
@@ -215,285 +310,93 @@ class Replayer:
         return tuple(logprobs)
 
 
-class Draws(NamedTuple):
-    """Rules for drawing a sample's tokens."""
-
-    sample: TrainingSample
-    params: SamplingParams
-    stop_ids: frozenset[int]
-    grammar: "DraftGrammar | None" = None
-    rules: TokenRules | None = None
-
-    def request(self, tokens: Sequence[int], row: int, position: int) -> DrawRequest:
-        """Return the request to draw the token at `position`, after `tokens[:position]`.
-
-        `row` is the row of the logits to draw from.
-        """
-        sample = self.sample
-        words = None if self.grammar is None else self.grammar.mask(tokens, position)
-        if self.rules is not None:
-            words = self.rules.mask(tokens, (), words, position)
-        return draw_request(
-            *(self.params, self.stop_ids, len(sample.prompt_tokens), tokens, row),
-            (sample.seed, sample.sample_index, position),
-            words,
-        )
+def _num_that_fit(draws: Sequence[Draws]) -> int:
+    """Return how many samples, at least one, to replay together."""
+    lengths = (len(d.sample.prompt_tokens) + len(d.sample.completion_tokens) for d in draws)
+    return max(1, sum(total <= MOST_CONTEXT for total in itertools.accumulate(lengths)))
 
 
-class DraftGrammar:
-    """Masks of a draft's tokens, which follow from the previous tokens.
-
-    Args:
-        begin: Function that returns the grammar's initial state.
-        starts: Positions, ascending, at which the grammar starts: after the prompt, and again
-            after each appended token.
-    """
-
-    def __init__(self, begin: Callable[[], GrammarState], starts: Sequence[int]) -> None:
-        self._begin, self._starts = begin, starts
-        self._state, self._at = begin(), starts[0]
-
-    def mask(self, tokens: Sequence[int], position: int) -> np.ndarray:
-        """Return the mask of the token at a position, int32 [W].
-
-        Tokens before the last requested position must be unchanged, unless `position` is earlier.
-        """
-        self._go(tokens, position)
-        return self._state.words
-
-    def ends_at(self, tokens: Sequence[int], position: int) -> bool:
-        """Return True if the tokens before a position end the text."""
-        self._go(tokens, position)
-        return self._state.is_ended
-
-    def _go(self, tokens: Sequence[int], position: int) -> None:
-        start = max(each for each in self._starts if each <= position)
-        if not start <= self._at <= position:
-            self._state, self._at = self._begin(), start
-        for token_id in tokens[self._at : position]:
-            self._state.accept(token_id)
-        if position > self._at:
-            self._state.fill()
-        self._at = position
-
-
-class _Drawn(NamedTuple):
-    """One token and the results of its draw."""
-
-    token_id: int
-    logprob: float
-    raw_logprob: float
-    log_kept_mass: float
-    mask: tuple[int, ...]
-    top: TopLogprobs
-    named: bytes = b""
-    raw_named: bytes = b""
-
-
-class _Run:
-    """State of one replay: its tokens, the version of each stored row, and its draws."""
-
-    def __init__(self, replayer: Replayer, draws: "Draws") -> None:
-        self.how = draws
-        sample, self.params, self.stop_ids, *_ = draws
-        self.sample = sample
-        self.prompt_len = len(sample.prompt_tokens)
-        # a draft until drawn again
-        self.tokens = [*sample.prompt_tokens, *sample.completion_tokens]
-        self.sampled = was_sampled(sample)
-        self.context: tuple[int, ...] = ()  # version of each stored row
-        self.drawn: dict[int, _Drawn] = {}  # by index in the completion
-        self.version_starts: list[tuple[int, int]] = []
-        fields = prompt_scoring(self.params, sample.prompt_tokens)
-        self.scored, self.targets = fields["scored"], fields["score_targets"]
-        self.score_width = len(self.targets[0]) if len(self.targets) else 1
-        self.prompt_scores: list[float] = []
-        self.prompt_best: list[TopLogprobs] = []
-        # the sample's tokens after the latest draw are no longer a valid draft
-        self.diverged = False
-        self.decoders = replayer.decoders
-        self.storage, self.table = replayer.storage(
-            replayer.engine.model, max(len(self.tokens) - 1, 1)
-        )
-
-    def go(self, stretch: Stretch) -> None:
-        """Draw the tokens of a stretch, after recomputing context rows of other versions."""
-        pairs = zip(self.context, stretch.row_versions, strict=False)
-        same = next(
-            (row for row, (mine, wanted) in enumerate(pairs) if mine != wanted), len(self.context)
-        )
-        row, end = min(same, self.prompt_len + stretch.start - 1), len(stretch.row_versions)
-        while row < end:
-            row = self._advance(row, stretch)
-            self.context = stretch.row_versions[:row]
-
-    def _advance(self, start: int, stretch: Stretch) -> int:
-        """Compute rows from `start` on and draw from them; return the number of valid rows."""
-        versions = stretch.row_versions
-        end = min(start + MOST_ROWS, len(versions))
-        end = next((row for row in range(start, end) if versions[row] != versions[start]), end)
-        drawing = [row for row in range(start, end) if self._draws_from(row, stretch)]
-        if self.diverged and drawing:
-            end, drawing = drawing[0] + 1, drawing[:1]
-        for row, drawn in zip(
-            drawing, self._compute(start, end, drawing, versions[start]), strict=True
-        ):
-            index = row + 1 - self.prompt_len
-            self.drawn[index] = drawn
-            if not self.version_starts or self.version_starts[-1][0] != versions[row]:
-                self.version_starts.append((versions[row], index))
-            if drawn.token_id != self.tokens[row + 1]:
-                self.tokens[row + 1] = drawn.token_id
-                self.diverged = True
-                return row + 1
-        return end
-
-    def _draws_from(self, row: int, stretch: Stretch) -> bool:
-        index = row + 1 - self.prompt_len
-        return stretch.start <= index < stretch.end and self.sampled[index]
-
-    def _compute(self, start: int, end: int, drawing: Sequence[int], version: int) -> list[_Drawn]:
-        """Run one forward pass over rows [start, end), and draw from some of them."""
-        model = self.decoders.get(version)
-        known = self.scored.start + len(self.prompt_scores) // self.score_width
-        to_score = range(max(start, known), min(end, self.scored.stop))
-        batch = batch_of_rows(
-            [Rows(self.tokens[start:end], start, self.table[: -(-end // self.storage.block_size)])],
-            self.storage.block_size,
-            draws=[row - start for row in drawing],
-            scores=[(row - start, token) for row in to_score for token in self._targets(row)],
-            num_best=self.params.prompt_top_logprobs if to_score else 0,
-            device=model.device,
-        )
-        result = model.forward(batch, self.storage)
-        self.prompt_scores += result.scores.tolist()
-        if result.best is not None:
-            self.prompt_best += itertools.starmap(
-                _best, zip(*(each.tolist() for each in result.best), strict=True)
+def _compute(model: Decoder, storage: KVStorage, chunks: Sequence[Chunk]) -> list[Computed]:
+    """Run one forward pass over chunks of several samples, and draw from their rows."""
+    size, starts = storage.block_size, [0]
+    for chunk in chunks:
+        starts.append(starts[-1] + chunk.end - chunk.start)
+    pairs = list(zip(chunks, starts, strict=False))
+    scores = [
+        (start + row - chunk.start, token)
+        for chunk, start in pairs
+        for row in chunk.scored
+        for token in chunk.run.targets(row)
+    ]
+    adapters = list(dict.fromkeys(c.run.how.adapter for c in chunks if c.run.how.adapter))
+    of_rows = [
+        adapters.index(chunk.run.how.adapter) if chunk.run.how.adapter is not None else -1
+        for chunk in chunks
+        for _ in range(chunk.start, chunk.end)
+    ]
+    batch = batch_of_rows(
+        [Rows(c.token_ids, c.start, c.run.table[: -(-c.end // size)]) for c in chunks],
+        size,
+        draws=[start + row - chunk.start for chunk, start in pairs for row in chunk.drawing],
+        scores=scores,
+        num_best=max((c.run.params.prompt_top_logprobs for c in chunks if c.scored), default=0),
+        adapters=adapters,
+        row_adapters=of_rows if adapters else (),
+        device=model.device,
+    )
+    result = model.forward(batch, storage)
+    drawn = iter(_draw(model, result, chunks))
+    values = iter(result.scores.tolist())
+    best = (
+        iter(list(zip(*(each.tolist() for each in result.best), strict=True)))
+        if result.best is not None
+        else None
+    )
+    computed: list[Computed] = []
+    for chunk in chunks:
+        count = sum(len(chunk.run.targets(row)) for row in chunk.scored)
+        rows = list(itertools.islice(best, count)) if best is not None else []
+        width = max(count // max(len(chunk.scored), 1), 1)  # a row is repeated for each target
+        most = chunk.run.params.prompt_top_logprobs
+        computed.append(
+            Computed(
+                list(itertools.islice(drawn, len(chunk.drawing))),
+                list(itertools.islice(values, count)),
+                [best_of(*row, most) for row in rows[::width]] if most else (),
             )
-        if not drawing:
-            return []
-        requests = [
-            self.how.request(self.tokens, index, row + 1) for index, row in enumerate(drawing)
-        ]
-        sampled = Sampled(
-            model.draw(result.hidden, sampling_batch(requests, model.device)),
-            result.scores,
-        ).wait()
-        rows = range(len(drawing))
-        named = [each or b"" for each in sampled.named or (None, None)]
-        size = 4 * len(self.params.logprob_token_ids)
-        return [
-            _Drawn(
+        )
+    return computed
+
+
+def _draw(model: Decoder, result: ForwardResult, chunks: Sequence[Chunk]) -> list[Drawn]:
+    """Draw from the rows of a forward pass, in their order."""
+    requests: list[DrawRequest] = []
+    for chunk in chunks:
+        requests += [each._replace(row=len(requests) + each.row) for each in chunk.requests()]
+    if not requests:
+        return []
+    sampled = Sampled(
+        model.draw(result.hidden, sampling_batch(requests, model.device), result.rows),
+        result.scores,
+    ).wait()
+    named = [each or b"" for each in sampled.named or (None, None)]
+    drawn: list[Drawn] = []
+    at = 0
+    for i, request in enumerate(requests):
+        params, end = request.params, at + 4 * len(request.params.logprob_token_ids)
+        has_top = sampled.top is not None and params.top_logprobs
+        drawn.append(
+            Drawn(
                 sampled.token_ids[i],
                 sampled.logprobs[i],
-                sampled.raw_logprobs[i],
+                sampled.raw_logprobs[i] if params.raw_logprobs else 0.0,
                 sampled.log_kept_mass[i],
-                tuple(sampled.masks[i]) if sampled.masks is not None else (),
-                _best(*sampled.top[i]) if sampled.top is not None else TopLogprobs((), ()),
-                *(each[i * size : (i + 1) * size] for each in named),
+                tuple(sampled.masks[i])
+                if sampled.masks is not None and params.sampling_mask
+                else (),
+                best_of(*sampled.top[i], params.top_logprobs) if has_top else NOTHING,
+                *(each[at:end] for each in named),
             )
-            for i in rows
-        ]
-
-    def _targets(self, row: int) -> Sequence[int]:
-        if not len(self.targets):
-            return (self.tokens[row + 1],)
-        return self.targets[row - self.scored.start]
-
-    def result(self) -> TrainingSample:
-        """Return the replayed sample. Values at appended tokens are copied from the sample."""
-        sample, params, drawn = self.sample, self.params, self.drawn
-        length = len(sample.completion_tokens)
-        if not length:
-            return sample
-
-        def column(field: str, recorded: Sequence[Any] | None) -> tuple[Any, ...]:
-            return tuple(
-                getattr(drawn[i], field)
-                if i in drawn
-                else recorded[i]
-                if recorded and i < len(recorded)
-                else None
-                for i in range(length)
-            )
-
-        spans = [*self.version_starts, (0, length)]
-        versions = tuple(
-            VersionSpan(v, start, end) for (v, start), (_, end) in itertools.pairwise(spans)
         )
-        masks = sample.sampling_mask.rows() if sample.sampling_mask is not None else None
-        again = replace(
-            sample,
-            completion_tokens=tuple(self.tokens[self.prompt_len :]),
-            logprobs=column("logprob", sample.logprobs),
-            log_kept_mass=column("log_kept_mass", sample.log_kept_mass),
-            raw_logprobs=column("raw_logprob", sample.raw_logprobs)
-            if params.raw_logprobs
-            else None,
-            sampling_mask=SamplingMask.of([mask or () for mask in column("mask", masks)])
-            if params.sampling_mask
-            else None,
-            top_logprobs=column("top", sample.top_logprobs) if params.top_logprobs else None,
-            prompt_logprobs=(math.nan, *self.prompt_scores[:: self.score_width])
-            if params.prompt_logprobs
-            else None,
-            prompt_top_logprobs=(TopLogprobs((), ()), *self.prompt_best)
-            if params.prompt_top_logprobs
-            else None,
-            **self._named(length),
-            weight_versions=versions,
-            weight_version=versions[-1].version if versions else sample.weight_version,
-        )
-        return self._finished(again)
-
-    def _named(self, length: int) -> dict[str, LogprobMatrix]:
-        """Return the logprobs of named ids. Those of appended tokens are the sample's."""
-        params, sample, width = self.params, self.sample, len(self.params.logprob_token_ids)
-        matrices: dict[str, LogprobMatrix] = {}
-        for name, field in (
-            ("token_id_logprobs", "named"),
-            ("raw_token_id_logprobs", "raw_named"),
-        ):
-            recorded = getattr(sample, name)
-            if recorded is not None:
-                rows = (
-                    getattr(self.drawn[i], field)
-                    if i in self.drawn
-                    else recorded.rows(i, i + 1).data
-                    for i in range(length)
-                )
-                matrices[name] = LogprobMatrix((length, width), b"".join(rows))
-        if params.prompt_logprob_token_ids:
-            matrices["prompt_token_id_logprobs"] = prompt_matrix(
-                params, self.scored.start, self.score_width, self.prompt_scores
-            )
-        return matrices
-
-    def _finished(self, sample: TrainingSample) -> TrainingSample:
-        """Return the sample with the finish reason of its replay.
-
-        A replay cannot repeat aborts, stop strings and appended tokens, so their finish reasons are
-        copied.
-        """
-        length, last = len(sample.completion_tokens), sample.completion_tokens[-1]
-        if not all(self.sampled) or sample.finish_reason == "abort":
-            return sample
-        if last in self.stop_ids and length > self.params.min_tokens:
-            return replace(sample, finish_reason="stop", stop_reason=last)
-        if sample.finish_reason == "stop" and isinstance(sample.stop_reason, str):
-            return sample
-        if length >= self.params.max_tokens:
-            return replace(sample, finish_reason="length", stop_reason=None)
-        grammar = self.how.grammar
-        if grammar is None or not grammar.ends_at(self.tokens, len(self.tokens)):
-            return replace(sample, finish_reason="abort", stop_reason=None)
-        stop_reason = last if last in self.stop_ids else None
-        return replace(sample, finish_reason="stop", stop_reason=stop_reason)
-
-
-def _best(token_ids: Sequence[int], logprobs: Sequence[float]) -> TopLogprobs:
-    best = [pair for pair in zip(token_ids, logprobs, strict=True) if pair[1] > -math.inf]
-    return TopLogprobs(
-        tuple(token_id for token_id, _ in best), tuple(logprob for _, logprob in best)
-    )
+        at = end
+    return drawn

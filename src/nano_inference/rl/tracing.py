@@ -21,7 +21,8 @@ from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.interface import Norm, Ops
 from nano_inference.rl.comparison import OF_PROMPT, Difference
 from nano_inference.rl.history import stretches
-from nano_inference.rl.replayer import MOST_ROWS, Draws, Replayer
+from nano_inference.rl.replay_run import Draws
+from nano_inference.rl.replayer import MOST_ROWS, Replayer
 from nano_inference.sampling.tensors import sampling_batch
 from nano_inference.types import TrainingSample
 from nano_inference.weights.update import WeightSet
