@@ -17,7 +17,7 @@ from nano_inference import (
     TrainingSample,
     VersionSpan,
 )
-from nano_inference.cli.replay import _numerics  # pyright: ignore[reportPrivateUsage]
+from nano_inference.cli.sample_files import numerics_options
 from nano_inference.data import read_jsonl, write_jsonl, write_parquet
 from nano_inference.types import ContextVersions
 from tests.cli.running import FAST, run
@@ -239,8 +239,8 @@ def test_bad_input(folders: dict[str, str], written: Path, tmp_path: Path) -> No
 
 
 def test_numerics_of_a_gpu_name_its_kind_of_device() -> None:
-    found = _numerics("cuda-invariant-1/bfloat16/cuda-sm90/torch-2")
+    found = numerics_options("cuda-invariant-1/bfloat16/cuda-sm90/torch-2")
     assert EngineConfig("m", **found).device == "cuda"
     assert found["batch_invariant"]
-    assert "batch_invariant" not in _numerics("cuda-1/bfloat16/cuda-sm90/torch-2")
-    assert _numerics("cpu-3/float32/cpu-x86_64-default/torch-2")["device"] == "cpu"
+    assert "batch_invariant" not in numerics_options("cuda-1/bfloat16/cuda-sm90/torch-2")
+    assert numerics_options("cpu-3/float32/cpu-x86_64-default/torch-2")["device"] == "cpu"

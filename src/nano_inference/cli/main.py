@@ -92,6 +92,11 @@ COMMANDS = {
         "Replay samples and compare them bit by bit.",
         error_code=2,
     ),
+    "verify": Row(
+        "nano_inference.cli.verify:verify",
+        "Verify receipts of samples.",
+        error_code=2,
+    ),
     "bench": Row(
         "nano_bench.command:bench",
         "Measure a server with OpenAI's routes: ours, vLLM, SGLang, llama.cpp.",

@@ -1,8 +1,7 @@
 """`nano-inference replay`: sample again and compare with a file, bit by bit."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import track
@@ -10,8 +9,15 @@ from rich.text import Text
 
 from nano_inference.cli import options
 from nano_inference.cli.field_options import FieldOptions
+from nano_inference.cli.sample_files import (
+    SampleFile,
+    WeightFolders,
+    numerics_options,
+    read_samples,
+    weight_folders,
+)
 from nano_inference.cli.terminal import errors, load_engine, output
-from nano_inference.config import Codes, EngineConfig
+from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest
 from nano_inference.types import TrainingSample
 
@@ -33,29 +39,14 @@ _Engine = Annotated[
 @options.from_fields
 def replay(
     *,
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SAMPLES",
-            show_default=False,
-            help="JSON lines from `generate --json`, or a .parquet file.",
-        ),
-    ],
+    file: SampleFile,
     model: Annotated[
         str,
         typer.Option(
             "--model", metavar="MODEL", help="Model of weight version 0, as in `generate`."
         ),
     ],
-    weights: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--weights",
-            "-w",
-            metavar="VERSION=FOLDER",
-            help="Folder with the weights of a version. May be repeated.",
-        ),
-    ] = None,
+    weights: WeightFolders = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of samples to replay. Default: all.")
     ] = None,
@@ -75,14 +66,9 @@ def replay(
     nano-inference generate smollm2-135m -p "The sky is" --json > samples.jsonl
     nano-inference replay samples.jsonl --model smollm2-135m
     """
-    folders = _folders(weights or [])
-    if not file.is_file():
-        raise typer.BadParameter(f"{file}: no such file.", param_hint="SAMPLES")
-    with errors.status(f"reading {file}"):
-        samples = _read(file)[:limit]
-    if not samples:
-        raise typer.BadParameter(f"{file} has no samples.", param_hint="SAMPLES")
-    config = EngineConfig(model, **engine, **_numerics(samples[0].numerics))
+    folders = weight_folders(weights or [])
+    samples = read_samples(file)[:limit]
+    config = EngineConfig(model, **engine, **numerics_options(samples[0].numerics))
     with load_engine(config) as built:
         from nano_inference.rl.replayer import Replayer
 
@@ -106,50 +92,6 @@ def replay(
         )
     if num_different:
         raise typer.Exit(1)
-
-
-def _folders(pairs: Sequence[str]) -> dict[int, str]:
-    folders: dict[int, str] = {}
-    for pair in pairs:
-        version, _, folder = pair.partition("=")
-        if not version.strip().isdecimal() or not folder:
-            raise typer.BadParameter(
-                f"{pair!r} must be VERSION=FOLDER, such as 3=checkpoints/3.", param_hint="-w"
-            )
-        if int(version) in folders:
-            raise typer.BadParameter(
-                f"version {version} occurs twice; give it once.", param_hint="--weights"
-            )
-        folders[int(version)] = folder
-    return folders
-
-
-def _read(file: Path) -> list[TrainingSample]:
-    from nano_inference.data import read_jsonl, read_parquet
-
-    return read_parquet(file) if file.suffix == ".parquet" else read_jsonl(file)
-
-
-def _numerics(fingerprint: str) -> dict[str, Any]:
-    """Return engine options from a sample's numerics. `Replayer.check` rejects numerics that no
-    options give.
-    """
-    parts = fingerprint.split("/")
-    kept = parts.pop().removeprefix("kv-") if parts[-1].startswith("kv-") else "auto"
-    quantization = parts.pop() if parts[-1] in get_args(Codes) else None
-    sums = parts.pop() if parts[-1] == "tiles" else "pairs"
-    if parts[-1].startswith("torch-"):
-        parts.pop()
-    if len(parts) != 3:
-        return {}
-    backend, dtype, device = parts[0].rsplit("-", 1)[0], parts[1], parts[2].split("-")[0]
-    values: dict[str, Any] = {"dtype": dtype, "device": device, "quantization": quantization}
-    values["kv_cache_dtype"] = kept
-    if backend == "cpu" and dtype == "bfloat16":
-        values["cpu_sums"] = sums
-    if backend == "cuda-invariant":
-        values["batch_invariant"] = True
-    return values | ({"backend": backend} if backend in ("reference", "cpu") else {})
 
 
 def _check(replayer: "Replayer", samples: Sequence[TrainingSample]) -> set[int]:
