@@ -325,6 +325,22 @@ def rl(
 
 
 @app.command()
+def receipts(
+    model: Model = "smollm2-135m",
+    repeats: Repeats = 5,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """Measure the verification of receipts against a prefill of the same tokens, and their cost."""
+    from benchmarks.receipts import measure
+
+    options = Options(model, dtype, backend, threads, repeats)
+    write("receipts", measure(options), asdict(options), out, model)
+
+
+@app.command()
 def mismatch(
     model: Model = "smollm2-135m",
     tokens: Annotated[

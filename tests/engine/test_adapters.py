@@ -23,7 +23,7 @@ from nano_inference.checkpoints.lora import targets_of
 from nano_inference.config import Backend
 from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
 from nano_inference.ops.lora import Adapter
-from nano_inference.rl import replay, score
+from nano_inference.rl import differences, replay, score
 from nano_inference.types import KvPolicy
 from tests.models.tiny import tiny_llama
 
@@ -311,10 +311,14 @@ def test_matrices_belong_to_the_caller_after_loading(engine: InferenceEngine, fo
     assert bits(whole(engine)) == bits(before)
 
 
-def test_replay_rejects_adapters(engine: InferenceEngine, folder: Path) -> None:
+def test_replay_uses_the_adapter(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
-    with pytest.raises(InvalidRequest, match="drawn with the adapter 'own', which replay does not"):
-        replay(engine, whole(engine))
+    sample = whole(engine)
+    assert differences(sample, replay(engine, sample)) == ()
+    engine.load_adapter("own", matrices(folder, 2))
+    with pytest.raises(InvalidRequest, match="version 1 of adapter 'own', and the engine has"):
+        replay(engine, sample)
+    assert differences(whole(engine), replay(engine, whole(engine))) == ()
 
 
 def test_unload_drops_the_blocks_of_the_adapter(engine: InferenceEngine, folder: Path) -> None:

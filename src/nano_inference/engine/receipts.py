@@ -5,8 +5,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from nano_inference.arrays import as_host
-from nano_inference.arrays import host_array as host
+from nano_inference.arrays import as_host, host
 from nano_inference.core.sequence import POLICY, PREVIOUS, Sequence, Sequences
 from nano_inference.data.receipts import receipt_of, signed_bytes
 from nano_inference.ops.lora import Adapter
