@@ -1,5 +1,6 @@
-"""The cost of receipts: their verification against a prefill of the same tokens, and the chain and
-the hash of the weights against generation. Compared measurements run in turns.
+"""The cost of receipts: their verification against a prefill of the same tokens, which computes
+logits only at the last row, and against a scoring pass, which computes them at each completion
+token. The chain and the hash of the weights against generation. Compared measurements run in turns.
 """
 
 import random
@@ -16,27 +17,21 @@ from nano_inference.rl import score
 from nano_inference.rl.verifier import Verifier
 
 GROUPS, MEMBERS, PROMPT, COMPLETION = 2, 4, 128, 64
-TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 
 
 def measure(options: Options) -> list[Row]:
     """Return the rows of all measurements."""
     rows: list[Row] = []
     with opened(options, quantization=None, enable_prefix_caching=True) as engine:
-        for name, temperature in TEMPERATURES.items():
-            rows += _of_samples(engine, name, temperature, options.repeats)
+        rows += _of_samples(engine, options.repeats)
         rows.append(_of_weights(engine, options.repeats))
         rows[0]["engine"] = described(engine)
     show("receipts", {"what": lambda row: row["name"], "ms, or ratio": figure}, rows)
     return rows
 
 
-def _of_samples(
-    engine: InferenceEngine, name: str, temperature: float, repeats: int
-) -> list[Row]:
-    params = SamplingParams(
-        temperature=temperature, max_tokens=COMPLETION, ignore_eos=True, receipt=True, seed=1
-    )
+def _of_samples(engine: InferenceEngine, repeats: int) -> list[Row]:
+    params = SamplingParams(max_tokens=COMPLETION, ignore_eos=True, receipt=True, seed=1)
     rng = random.Random(0)
     prompts = [token_ids(rng, PROMPT) for _ in range(GROUPS)]
     watches = {each: Stopwatch() for each in ("generate", "prefill", "score", "verify", "chain")}
@@ -48,7 +43,7 @@ def _of_samples(
         for each, run in _runs(engine, verifier, samples).items():
             engine.flush_cache()
             used[each].time(run)
-    tokens = f"{GROUPS} x {MEMBERS} samples of {PROMPT} + {COMPLETION} tokens, {name}"
+    tokens = f"{GROUPS} x {MEMBERS} samples of {PROMPT} + {COMPLETION} tokens"
     rows = [watch.row(name=f"{tokens}: {each}") for each, watch in watches.items()]
     seconds = {each: watch.seconds for each, watch in watches.items()}
     for each in ("prefill", "score", "generate"):

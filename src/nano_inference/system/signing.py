@@ -6,7 +6,6 @@ from typing import Any
 from nano_inference.errors import ConfigError
 from nano_inference.system.regular_files import open_regular
 
-KEY_BYTES = 32
 _MOST = 2**16  # bytes of a key's file
 
 
@@ -29,8 +28,9 @@ class SigningKey:
 def read_key(path: str) -> SigningKey:
     """Read a private key from a PEM file without a password. Raises `ConfigError`."""
     keys, serialization = _modules()
+    content = _content(path)
     try:
-        private = serialization.load_pem_private_key(_content(path), password=None)
+        private = serialization.load_pem_private_key(content, password=None)
     except (TypeError, ValueError):  # their messages may quote the key
         private = None
     if not isinstance(private, keys.Ed25519PrivateKey):
@@ -44,8 +44,9 @@ def read_key(path: str) -> SigningKey:
 def read_public_key(path: str) -> bytes:
     """Return the 32 bytes of the public key in a PEM file. Raises `ConfigError`."""
     keys, serialization = _modules()
+    content = _content(path)
     try:
-        public = serialization.load_pem_public_key(_content(path))
+        public = serialization.load_pem_public_key(content)
     except ValueError:
         public = None
     if not isinstance(public, keys.Ed25519PublicKey):

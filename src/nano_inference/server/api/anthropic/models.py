@@ -242,6 +242,7 @@ class MessagesRequest(CountRequest, SamplingFields):
         "raw_logprobs": "use /v1/chat/completions.",
         "sampling_mask": "use /v1/chat/completions.",
         "routed_experts": "use /v1/chat/completions.",
+        "receipt": "use /v1/chat/completions.",
         "return_token_ids": "use /v1/chat/completions.",
         "response_format": "use output_config.format.",
         "mcp_servers": "let the client call them.",
