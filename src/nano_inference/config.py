@@ -409,7 +409,13 @@ def _check_text(config: EngineConfig) -> None:
         raise ConfigError(
             f"device={config.device!r} is not supported; use 'auto', 'cpu', 'cuda' or 'cuda:N'."
         )
-    for name in ("tokenizer_path", "ref_model_path", "draft_model", "kept_cache_folder", "receipt_key"):
+    for name in (
+        "tokenizer_path",
+        "ref_model_path",
+        "draft_model",
+        "kept_cache_folder",
+        "receipt_key",
+    ):
         if getattr(config, name) is not None:
             _require_text(name, getattr(config, name))
 

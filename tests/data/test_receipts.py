@@ -107,9 +107,7 @@ def test_change_of_a_parameter_is_named(changes: dict[str, Any], field: str) -> 
 def test_equal_parameters_have_one_chain() -> None:
     sample = made()
     assert sample.sampling_params is not None
-    same = replace(
-        sample.sampling_params, logit_bias={3: 2.0, 5: 1.0}, seed=11, receipt=True
-    )
+    same = replace(sample.sampling_params, logit_bias={3: 2.0, 5: 1.0}, seed=11, receipt=True)
     assert change_in(replace(sample, sampling_params=same, request_id=9, cached_tokens=2)) is None
 
 
@@ -131,6 +129,16 @@ def test_lost_tokens_are_noticed(length: int, kept: int) -> None:
     sample = made(length)
     short = replace(sample, completion_tokens=sample.completion_tokens[: min(kept, length - 1)])
     assert change_in(short) == Change("num_tokens")
+
+
+def test_head_commits_to_every_token() -> None:
+    """A forger who computes the links again, but not the head, is found."""
+    sample = made()
+    forgery = replace(sample, completion_tokens=(99, *sample.completion_tokens[1:]))
+    links = receipt_of(forgery, HASHES).links
+    assert sample.receipt is not None
+    receipt = replace(sample.receipt, links=links)
+    assert first_change(forgery, receipt) == Change("receipt.head")
 
 
 def test_broken_chains_are_named() -> None:

@@ -60,9 +60,7 @@ def _swapped(rng: Random, material: Material, index: int) -> TrainingSample:
     tokens, logprobs = list(sample.completion_tokens), list(sample.logprobs)
     places = range(len(tokens))
     i, j = next(
-        (a, b)
-        for a, b in (rng.sample(places, 2) for _ in range(1000))
-        if tokens[a] != tokens[b]
+        (a, b) for a, b in (rng.sample(places, 2) for _ in range(1000)) if tokens[a] != tokens[b]
     )
     tokens[i], tokens[j], logprobs[i], logprobs[j] = tokens[j], tokens[i], logprobs[j], logprobs[i]
     return replace(sample, completion_tokens=tuple(tokens), logprobs=tuple(logprobs))

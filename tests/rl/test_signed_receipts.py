@@ -47,7 +47,9 @@ def test_signature_decides_next_to_the_chain(tmp_path: Path) -> None:
                 # a smart forger cannot sign
                 replace(
                     (changed := rechained(replace(sample, text="x"))),
-                    receipt=replace(receipt, links=changed.receipt.links, head=changed.receipt.head),  # pyright: ignore
+                    receipt=replace(
+                        receipt, links=changed.receipt.links, head=changed.receipt.head
+                    ),  # pyright: ignore
                 ),
                 key,
                 ("forged", "receipt.signature"),
@@ -59,5 +61,5 @@ def test_signature_decides_next_to_the_chain(tmp_path: Path) -> None:
 
 def test_missing_key_file_is_an_error(tmp_path: Path) -> None:
     config = EngineConfig(str(tiny_llama(tmp_path)), receipt_key=str(tmp_path / "none.pem"))
-    with pytest.raises(ConfigError, match="none.pem cannot be read"):
+    with pytest.raises(ConfigError, match=r"none\.pem cannot be read"):
         InferenceEngine(config)

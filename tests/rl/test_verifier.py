@@ -42,7 +42,7 @@ from tests.rl.forgeries import (
 pytestmark = NEEDS_COMPILER
 Build = Callable[..., InferenceEngine]
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, receipt=True)
-GROUP, LENGTH = 4, 9
+GROUP, LENGTH = 4, 12  # samples share two blocks of their prompt
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,12 @@ def build(models: list[Path]) -> Iterator[Build]:
     threads, engines = torch.get_num_threads(), list[InferenceEngine]()
 
     def make(model: int = 0, **options: Any) -> InferenceEngine:
-        fixed = {"model_path": str(models[model]), "num_threads": 1, "kv_cache_memory": 2**21}
+        fixed = {
+            "model_path": str(models[model]),
+            "num_threads": 1,
+            "kv_cache_memory": 2**21,
+            "block_size": 4,
+        }
         engines.append(InferenceEngine(EngineConfig(**(fixed | {"backend": "cpu"} | options))))
         return engines[-1]
 
@@ -104,9 +109,7 @@ def test_forgery_is_found(
     engine: InferenceEngine, material: Material, kind: str, smart: bool
 ) -> None:
     rng = Random(7)
-    forgeries = [
-        forged(kind, smart, rng, material, index) for index in range(len(material.true))
-    ]
+    forgeries = [forged(kind, smart, rng, material, index) for index in range(len(material.true))]
     verdicts = verify(engine, forgeries)
     assert outcomes(verdicts) == {"forged": len(forgeries)}
     fields = {verdict.field for verdict in verdicts}
@@ -151,9 +154,7 @@ def test_equal_statement_is_true(engine: InferenceEngine, material: Material) ->
     assert verify(engine, [changed])[0].field == "sampling_params"
 
 
-def test_prefix_that_claims_an_abort_is_true(
-    engine: InferenceEngine, material: Material
-) -> None:
+def test_prefix_that_claims_an_abort_is_true(engine: InferenceEngine, material: Material) -> None:
     """A receipt does not show that nobody cut the sample."""
     sample = material.true[0]
     cut = replace(

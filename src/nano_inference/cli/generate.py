@@ -32,7 +32,13 @@ from nano_inference.types import ERROR, SamplingParams, TrainingSample
 
 if TYPE_CHECKING:
     from nano_inference.engine.engine import InferenceEngine
-_LOCAL_PARAMS = ("min_tokens", "stop_token_ids", "ignore_eos", "adapter", "receipt")  # not sent to a server
+_LOCAL_PARAMS = (
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "adapter",
+    "receipt",
+)  # not sent to a server
 _Sampling = Annotated[
     options.Values,
     FieldOptions(
@@ -41,7 +47,13 @@ _Sampling = Annotated[
         shown=options.AS_RECOMMENDED,
     ),
 ]
-_CONFIG_OPTIONS = ("ref_model_path", "receipt_key", *options.ONE_ENGINE, *options.RANKS, "rank_timeout")
+_CONFIG_OPTIONS = (
+    "ref_model_path",
+    "receipt_key",
+    *options.ONE_ENGINE,
+    *options.RANKS,
+    "rank_timeout",
+)
 _Engine = Annotated[
     options.Values, FieldOptions(EngineConfig, _CONFIG_OPTIONS, defaults={"dtype": "fast"})
 ]

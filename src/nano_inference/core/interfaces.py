@@ -12,8 +12,8 @@ from nano_inference.core.sequence import Sequence, Sequences
 from nano_inference.kv_cache.block_hash import PrefixKeys
 from nano_inference.sampling.columns import Arrays
 from nano_inference.sampling.drafted import Drafts
-from nano_inference.types import TrainingSample
 from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
+from nano_inference.types import TrainingSample
 
 
 class Pending(Protocol):

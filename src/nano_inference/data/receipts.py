@@ -152,7 +152,9 @@ def _values(sample: TrainingSample, receipt: Receipt) -> Iterator[bytes]:
     """Yield the values of the chain."""
     value = hashlib.sha256(_START % receipt.format).digest()
     for name in FIELDS_OF_CHAIN:
-        value = hashlib.sha256(b"%b%b\n%b" % (value, name.encode(), _content(name, sample, receipt)))
+        value = hashlib.sha256(
+            b"%b%b\n%b" % (value, name.encode(), _content(name, sample, receipt))
+        )
         value = value.digest()
         yield value
     logprobs, sampled = sample.logprobs, sample.loss_mask

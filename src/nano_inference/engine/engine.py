@@ -31,8 +31,8 @@ from nano_inference.engine.embedding import embed
 from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
 from nano_inference.engine.kept_prompts import KeptPrompts
-from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.receipts import ReceiptMaker
+from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.resume_from import resumed, resumed_here
 from nano_inference.engine.shared_loop import SharedLoop, why_dead
 from nano_inference.engine.weight_updates import Updates, manager_of

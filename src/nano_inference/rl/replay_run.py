@@ -1,5 +1,5 @@
-"""Run of one sample's replay: its tokens as a draft, drawn again from rows that a `Replayer` computes
-together with the rows of other samples.
+"""Replay of one sample: its tokens as a draft, drawn again from rows that a `Replayer` computes
+together with those of other samples.
 """
 
 import itertools
@@ -272,6 +272,9 @@ class Run:
         length = len(sample.completion_tokens)
         if not length:
             return sample
+        if not (self._stops and self.diverged):
+            # otherwise a token that nobody drew would equal the sample's
+            assert len(drawn) == sum(self.sampled), "a token was not drawn"
         width = 4 * len(params.logprob_token_ids)
         unknown = np.full(len(params.logprob_token_ids), math.nan, "<f4").tobytes()
         appended = Drawn(named=unknown, raw_named=unknown)

@@ -171,7 +171,9 @@ class Replayer:
                 f"the sample was drawn with versions {', '.join(map(str, versions))} of adapter "
                 f"{adapter.name!r}; replay supports samples of one version."
             )
-        known = sample.receipt.adapters[0].sha256 if sample.receipt and sample.receipt.adapters else ""
+        known = (
+            sample.receipt.adapters[0].sha256 if sample.receipt and sample.receipt.adapters else ""
+        )
         if known != hash_of_adapter(adapter) if known else versions not in ([], [adapter.version]):
             raise InvalidRequest(
                 f"the sample was drawn with version {versions[0]} of adapter {adapter.name!r}, and "

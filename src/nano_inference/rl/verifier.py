@@ -6,7 +6,6 @@ noise of its seed and position, under weights whose hash is the receipt's (docs/
 """
 
 from collections.abc import Callable, Sequence
-
 from typing import Literal, NamedTuple
 
 from nano_inference.core.sequence import REFERENCE
