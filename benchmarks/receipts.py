@@ -23,14 +23,14 @@ def measure(options: Options) -> list[Row]:
     """Return the rows of all measurements."""
     rows: list[Row] = []
     with opened(options, quantization=None, enable_prefix_caching=True) as engine:
-        rows += _of_samples(engine, options.repeats)
-        rows.append(_of_weights(engine, options.repeats))
+        rows += _rows_of_samples(engine, options.repeats)
+        rows.append(_row_of_weights(engine, options.repeats))
         rows[0]["engine"] = described(engine)
     show("receipts", {"what": lambda row: row["name"], "ms, or ratio": figure}, rows)
     return rows
 
 
-def _of_samples(engine: InferenceEngine, repeats: int) -> list[Row]:
+def _rows_of_samples(engine: InferenceEngine, repeats: int) -> list[Row]:
     params = SamplingParams(max_tokens=COMPLETION, ignore_eos=True, receipt=True, seed=1)
     rng = random.Random(0)
     prompts = [token_ids(rng, PROMPT) for _ in range(GROUPS)]
@@ -80,7 +80,7 @@ def _runs(
     }
 
 
-def _of_weights(engine: InferenceEngine, repeats: int) -> Row:
+def _row_of_weights(engine: InferenceEngine, repeats: int) -> Row:
     watch = Stopwatch()
     for _ in range(repeats):
         watch.time(engine.weight_sync.content_hash)

@@ -531,7 +531,7 @@ class Receipt:
         head: Last value of the chain, SHA-256 in hexadecimal digits.
         public_key: Ed25519 key that verifies `signature`, 32 bytes. Empty without a signature.
         signature: Ed25519 signature of the format and the head, 64 bytes. Empty without a key.
-        place: Place in a file, if the sample was written to one with `sealed`.
+        file_place: Place in a file, if the sample was written to one with `sealed`.
     """
 
     format: int
@@ -541,7 +541,7 @@ class Receipt:
     head: str
     public_key: bytes = b""
     signature: bytes = b""
-    place: FilePlace | None = None
+    file_place: FilePlace | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def test_undecidable_sample_exits_with_2(
     assert receipt is not None
     other = {
         "receipt": replace(lines[0], receipt=None),
-        "format": replace(lines[0], receipt=replace(receipt, format=9, place=None)),
+        "format": replace(lines[0], receipt=replace(receipt, format=9, file_place=None)),
         "numerics": rechained(replace(lines[0], numerics="cpu-0/float32/cpu")),
         "version": rechained(
             replace(

@@ -196,7 +196,7 @@ def _lines(sample: TrainingSample) -> Sequence[tuple[str, str]]:
         (receipt | {"format": None}, "is not of type int"),
         (receipt | {"more": 1}, "is not an object with format, weights"),
         (receipt | {"weights": [{"version": 0}]}, "is not an object with version, sha256"),
-        (receipt | {"place": [1, 2]}, "is not an object with line, lines, chain"),
+        (receipt | {"file_place": [1, 2]}, "is not an object with line, lines, chain"),
     ]
     spoiled = [(json.dumps(json.loads(line) | {"receipt": each}), text) for each, text in wrong]
     huge = line.replace('"seed": 11', '"seed": ' + "9" * 5000)

@@ -933,11 +933,11 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/rl/test_verifier.py -k updates_have_receipts",
     ),
     Fault(
-        "replayed_samples_share_a_row_too_many",
+        "replayed_samples_share_rows_of_adapters",
         "src/nano_inference/rl/replayer.py",
-        old="shared = (len(sample.prompt_tokens) - 1) // size",
-        new="shared = len(sample.prompt_tokens) // size",
-        seen_by="tests/rl/test_verifier.py -k true_samples",
+        old="key = (sample.prompt_tokens, *versions, how.adapter)",
+        new="key = (sample.prompt_tokens, *versions)",
+        seen_by="tests/rl/test_verifier.py -k adapters_are_verified",
     ),
     Fault(
         "gradients_add_up_from_the_last",

@@ -236,8 +236,9 @@ def test_adapters_are_verified(build: Build, models: list[Path]) -> None:
     for seed, engine in enumerate(engines):
         engine.load_adapter("a", matrices(models[0], seed))
     params = replace(PARAMS, adapter="a", seed=1)
-    samples = engines[0].generate([[5, 6, 7]], params, 3)
-    plain = engines[0].generate([[5, 6, 7]], replace(params, adapter=None), 3)
+    prompts = prompts_of(1, Random(0))
+    samples = engines[0].generate(prompts, params, 3)
+    plain = engines[0].generate(prompts, replace(params, adapter=None), 3)
     assert samples[0].logprobs != plain[0].logprobs
     assert outcomes(verify(engines[0], [*samples, *plain])) == {"true": 6}
     other = verify(engines[1], samples)
@@ -247,7 +248,7 @@ def test_adapters_are_verified(build: Build, models: list[Path]) -> None:
     assert outcomes(unloaded) == {"not verifiable here": 3}
 
 
-def test_what_cannot_be_decided_says_why(
+def test_undecidable_samples_have_reasons(
     build: Build, engine: InferenceEngine, material: Material
 ) -> None:
     sample = material.true[0]

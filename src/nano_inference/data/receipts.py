@@ -114,8 +114,8 @@ def sealed(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
             whole.append(sample)
             continue
         chain = _place_chain(chain, sample.receipt, line, len(samples))
-        place = FilePlace(line, len(samples), chain)
-        whole.append(replace(sample, receipt=replace(sample.receipt, place=place)))
+        sealing = FilePlace(line, len(samples), chain)
+        whole.append(replace(sample, receipt=replace(sample.receipt, file_place=sealing)))
     return whole
 
 
@@ -124,16 +124,16 @@ def first_misplaced(samples: Sequence[TrainingSample]) -> str | None:
 
     A file none of whose receipts has a place is not sealed, which is no error.
     """
-    places = [sample.receipt and sample.receipt.place for sample in samples]
+    places = [sample.receipt and sample.receipt.file_place for sample in samples]
     if not any(places):
         return None
-    for line, place in enumerate(places, start=1):
-        if place is None:
+    for line, claim in enumerate(places, start=1):
+        if claim is None:
             return f"line {line} has no place in the file, but others have"
-        if place.line != line:
-            return f"line {line} is line {place.line} of the file that was written"
-        if place.lines != len(samples):
-            return f"the file has {len(samples)} of the {place.lines} lines that were written"
+        if claim.line != line:
+            return f"line {line} is line {claim.line} of the file that was written"
+        if claim.lines != len(samples):
+            return f"the file has {len(samples)} of the {claim.lines} lines that were written"
     chains = [""] + [place.chain for place in places if place is not None]
     for line, (sample, (before, chain)) in enumerate(
         zip(samples, pairwise(chains), strict=True), start=1

@@ -76,8 +76,8 @@ def hash_of_adapter(adapter: Adapter) -> str:
     for name, parts in sorted(adapter.parts.items()):
         for part in parts:
             shapes = [list(part.a.shape), list(part.b.shape)]
-            place = [name, part.first, float(part.scale).hex(), shapes]
-            digest.update(json.dumps(place).encode())
+            position = [name, part.first, float(part.scale).hex(), shapes]
+            digest.update(json.dumps(position).encode())
             for matrix in (part.a, part.b):
                 flat = as_host(matrix).contiguous().reshape(-1).view(host.uint8)
                 digest.update(flat.data)

@@ -235,20 +235,20 @@ class Replayer:
         leaders: dict[Any, Run] = {}
         runs: list[Run] = []
         num_blocks = 0
-        for each in draws:
-            sample, key = each.sample, None
+        for how in draws:
+            sample, key = how.sample, None
             whole = max(len(sample.prompt_tokens) + len(sample.completion_tokens) - 1, 1)
             blocks, shared = -(-whole // size), 0
             versions = versions_of(sample)
-            if len(versions) == 1 and not (each.params.scores_prompt or has_states):
-                key = (sample.prompt_tokens, *versions, each.adapter)
+            if len(versions) == 1 and not (how.params.scores_prompt or has_states):
+                key = (sample.prompt_tokens, *versions, how.adapter)
                 if key in leaders:
                     shared = (len(sample.prompt_tokens) - 1) // size
             head = leaders[key].table[:shared] if shared else []
             table = [*head, *range(num_blocks, num_blocks + blocks - shared)]
             num_blocks += blocks - shared
             run = Run(
-                each,
+                how,
                 table,
                 shared=shared * size,
                 leader=leaders[key] if shared else None,

@@ -95,7 +95,7 @@ class Verifier:
     ) -> None:
         self._engine, self._public_key = engine, public_key
         self._replayer = Replayer(engine, weights)
-        self._hashes: dict[int, str] = {}  # of the weights here, by version
+        self._hashes: dict[int, str] = {}  # hashes of the weights here, by version
         self._adapters: dict[Adapter, str] = {}
 
     def verify(
@@ -131,12 +131,12 @@ class Verifier:
                 f"the receipt has format {receipt.format}, and this release reads {FORMAT}"
             )
         return (
-            self._of_receipt(sample, receipt)
+            self._chain_verdict(sample, receipt)
             or _contradiction(sample, receipt)
             or self._reason_against(sample, receipt)
         )
 
-    def _of_receipt(self, sample: TrainingSample, receipt: Receipt) -> Verdict | None:
+    def _chain_verdict(self, sample: TrainingSample, receipt: Receipt) -> Verdict | None:
         change = first_change(sample, receipt)
         if change is not None:
             where = "receipt" if change.field.startswith("receipt.") else str(change)
