@@ -31,6 +31,7 @@ GROUPS = {
             "ContextVersions",
             "SamplingMask",
             "RoutedExperts",
+            "Receipt",
         ),
         *("WeightUpdate", "WeightPatch", "SamplingPipeline", "AdapterInfo", "LoraSettings"),
         *("Conversation", "TokenSpan"),
@@ -93,6 +94,7 @@ DATA = (
     "read_jsonl",
     "write_parquet",
     "read_parquet",
+    "sealed",
 )
 
 

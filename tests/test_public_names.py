@@ -23,6 +23,7 @@ from nano_inference import (
     LogprobMatrix,
     PagedKVCache,
     RadixKVCache,
+    Receipt,
     RoutedExperts,
     SamplingMask,
     SamplingParams,
@@ -53,6 +54,7 @@ NAMES = {
         "VersionSpan",
         "SamplingMask",
         "LogprobMatrix",
+        "Receipt",
         "RoutedExperts",
         "EngineStats",
         "ContextVersions",
@@ -123,6 +125,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "loras": (),
         "kept_cache_folder": None,
         "kept_cache_bytes": None,
+        "receipt_key": None,
         "seed": None,
         "tensor_parallel": 1,
         "pipeline_parallel": 1,
@@ -164,6 +167,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "prompt_logprob_token_ids": (),
         "prompt_logprob_start": 0,
         "logits_processors": (),
+        "receipt": False,
     },
     TrainingSample: {
         "prompt_tokens": REQUIRED,
@@ -196,6 +200,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "token_id_logprobs": None,
         "raw_token_id_logprobs": None,
         "prompt_token_id_logprobs": None,
+        "receipt": None,
     },
     SchedulerConfig: {
         "max_batch_size": 256,
@@ -237,6 +242,16 @@ FIELDS: dict[type, dict[str, Any]] = {
     VersionSpan: {"version": REQUIRED, "start": REQUIRED, "end": REQUIRED},
     SamplingMask: {"offsets": REQUIRED, "token_ids": REQUIRED},
     LogprobMatrix: {"shape": REQUIRED, "data": REQUIRED},
+    Receipt: {
+        "format": REQUIRED,
+        "weights": REQUIRED,
+        "adapters": REQUIRED,
+        "links": REQUIRED,
+        "head": REQUIRED,
+        "public_key": b"",
+        "signature": b"",
+        "file_place": None,
+    },
     RoutedExperts: {"shape": REQUIRED, "dtype": REQUIRED, "data": REQUIRED},
 }
 
@@ -244,7 +259,7 @@ RL_NAMES = {
     *("MismatchReport", "PolicyModel", "differences", "mismatch_report", "replay", "score"),
     "top_tokens",
 }
-RL_NAMES |= {"GradientShards", "LoraPolicy", "Workers"}
+RL_NAMES |= {"GradientShards", "LoraPolicy", "Verdict", "Workers", "misplaced", "verify"}
 
 # Names and fields of the engine's original specification: classes and their required members.
 FIRST_NAMES: dict[type, set[str]] = {

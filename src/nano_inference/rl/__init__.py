@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nano_inference.rl.replayer import replay
     from nano_inference.rl.report import MismatchReport, mismatch_report
     from nano_inference.rl.scoring import score, top_tokens
+    from nano_inference.rl.verifier import Verdict, misplaced, verify
     from nano_inference.rl.workers import GradientShards, Workers
 
 __all__ = [
@@ -22,12 +23,15 @@ __all__ = [
     "LoraPolicy",
     "MismatchReport",
     "PolicyModel",
+    "Verdict",
     "Workers",
     "differences",
     "mismatch_report",
+    "misplaced",
     "replay",
     "score",
     "top_tokens",
+    "verify",
 ]
 
 _MODULES = {
@@ -35,12 +39,15 @@ _MODULES = {
     "LoraPolicy": "lora",
     "MismatchReport": "report",
     "PolicyModel": "policy",
+    "Verdict": "verifier",
     "Workers": "workers",
     "differences": "comparison",
     "mismatch_report": "report",
+    "misplaced": "verifier",
     "replay": "replayer",
     "score": "scoring",
     "top_tokens": "scoring",
+    "verify": "verifier",
 }
 __getattr__ = lazy(__name__, _MODULES)
 
