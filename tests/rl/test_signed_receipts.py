@@ -32,6 +32,9 @@ def test_signature_decides_next_to_the_chain(tmp_path: Path) -> None:
         assert receipt.public_key == key
         assert unsigned.receipt.head == receipt.head, "the key is no part of the statement"
         other = bytes(32)
+        changed = rechained(replace(sample, text="x"))
+        assert changed.receipt is not None
+        links, head = changed.receipt.links, changed.receipt.head
         cases = (
             (sample, key, ("true", None)),
             (sample, None, ("true", None)),
@@ -45,12 +48,7 @@ def test_signature_decides_next_to_the_chain(tmp_path: Path) -> None:
             ),
             (
                 # a smart forger cannot sign
-                replace(
-                    (changed := rechained(replace(sample, text="x"))),
-                    receipt=replace(
-                        receipt, links=changed.receipt.links, head=changed.receipt.head
-                    ),  # pyright: ignore
-                ),
+                replace(changed, receipt=replace(receipt, links=links, head=head)),
                 key,
                 ("forged", "receipt.signature"),
             ),

@@ -364,7 +364,7 @@ def _compute(model: Decoder, storage: KVStorage, chunks: Sequence[Chunk]) -> lis
             Computed(
                 list(itertools.islice(drawn, len(chunk.drawing))),
                 list(itertools.islice(values, count)),
-                [best_of(*row, most) for row in rows[::width]] if most else (),
+                [best_of(row[0], row[1], most) for row in rows[::width]] if most else (),
             )
         )
     return computed
@@ -386,7 +386,7 @@ def _draw(model: Decoder, result: ForwardResult, chunks: Sequence[Chunk]) -> lis
     at = 0
     for i, request in enumerate(requests):
         params, end = request.params, at + 4 * len(request.params.logprob_token_ids)
-        has_top = sampled.top is not None and params.top_logprobs
+        top = sampled.top[i] if sampled.top is not None and params.top_logprobs else None
         drawn.append(
             Drawn(
                 sampled.token_ids[i],
@@ -396,7 +396,7 @@ def _draw(model: Decoder, result: ForwardResult, chunks: Sequence[Chunk]) -> lis
                 tuple(sampled.masks[i])
                 if sampled.masks is not None and params.sampling_mask
                 else (),
-                best_of(*sampled.top[i], params.top_logprobs) if has_top else NOTHING,
+                NOTHING if top is None else best_of(top[0], top[1], params.top_logprobs),
                 *(each[at:end] for each in named),
             )
         )

@@ -1,5 +1,6 @@
 """Ed25519 signatures (RFC 8032) with the package `cryptography`, the extra `receipts`."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def read_key(path: str) -> SigningKey:
     """Read a private key from a PEM file without a password. Raises `ConfigError`."""
     keys, serialization = _modules()
     content = _content(path)
+    private: Any
     try:
         private = serialization.load_pem_private_key(content, password=None)
     except (TypeError, ValueError):  # their messages may quote the key
@@ -45,6 +47,7 @@ def read_public_key(path: str) -> bytes:
     """Return the 32 bytes of the public key in a PEM file. Raises `ConfigError`."""
     keys, serialization = _modules()
     content = _content(path)
+    public: Any
     try:
         public = serialization.load_pem_public_key(content)
     except ValueError:
@@ -62,11 +65,10 @@ def is_signed(content: bytes, signature: bytes, public_key: bytes) -> bool:
     without `cryptography`.
     """
     keys, _ = _modules()
-    from cryptography.exceptions import InvalidSignature
-
+    invalid = import_module("cryptography.exceptions").InvalidSignature
     try:
         keys.Ed25519PublicKey.from_public_bytes(public_key).verify(signature, content)
-    except (InvalidSignature, ValueError):
+    except (invalid, ValueError):
         return False
     return True
 
@@ -80,9 +82,10 @@ def _content(path: str) -> bytes:
 
 
 def _modules() -> tuple[Any, Any]:
+    primitives = "cryptography.hazmat.primitives"
     try:
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ed25519
+        ed25519 = import_module(f"{primitives}.asymmetric.ed25519")
+        serialization = import_module(f"{primitives}.serialization")
     except ImportError as problem:
         raise ConfigError(
             "signatures need the package cryptography; install it with "
