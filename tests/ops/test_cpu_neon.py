@@ -3,7 +3,8 @@
 `tests/sanitize/bits.cpp` prints a digest of every operation on the same numbers, and the
 sanitizers' driver prints a digest of whole steps. This machine's instruction sets use the kernels
 that the engine loads. NEON runs in an emulator if a cross compiler and qemu are installed:
-`apt-get install g++-aarch64-linux-gnu qemu-user`.
+`apt-get install g++-aarch64-linux-gnu qemu-user`. AVX-512 is computed by AVX2 if SIMDe is
+installed: `apt-get install libsimde-dev`.
 """
 
 import os
@@ -29,6 +30,7 @@ ROUNDS = "1"  # rounds that the driver runs
 OWN = ("-O1", "-fvisibility-inlines-hidden", f"-I{build.SOURCES}")
 CROSS = shutil.which("aarch64-linux-gnu-g++")
 EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+SIMDE = Path("/usr/include/simde/x86/avx512.h")
 EDGE = "edge"
 
 pytestmark = NEEDS_COMPILER
@@ -95,16 +97,39 @@ def test_aarch64_has_the_same_bits(
 ) -> None:
     """Exception: the smallest normal number (see `simd_neon.h`), which no operation here meets."""
     command = (str(CROSS), *build.compiler_flags(name, "aarch64"))
+    programs = compiled((*command, "-static"), own_kernels(command, tmp_path), tmp_path)
+    emulated, here = digests(programs, (str(EMULATOR),)), dict(native[portable(name)])
+    assert emulated.pop(EDGE) == "0"
+    assert here.pop(EDGE) == ("0" if platform.machine() in build.ARM else "1")
+    assert emulated == here
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SIMDE.exists(), reason=f"there is no {SIMDE}")
+@pytest.mark.skipif("avx2" not in available("pairs"), reason="there is no AVX2")
+@pytest.mark.parametrize("name", ["avx512", "avx512_vnni", "avx512_bf16", "avx512_bf16+tiles"])
+def test_avx512_by_avx2_has_the_same_bits(
+    native: dict[str, dict[str, str]], name: str, tmp_path: Path
+) -> None:
+    flags = [f for f in build.compiler_flags(name, "x86_64") if not f.startswith("-mavx512")]
+    header = Path(__file__).with_name("emulated_avx512.h")
+    command = (
+        build._compiler()[0],
+        *(flag for flag in flags if flag != build.NATIVE),
+        *("-mavx2", "-DNANO_EMULATED", "-w", "-O1", "-include", str(header)),
+    )
+    programs = compiled(command, own_kernels(command, tmp_path), tmp_path)
+    assert digests(programs) == native[portable(name)]
+
+
+def own_kernels(command: tuple[str, ...], folder: Path) -> tuple[str, ...]:
+    """Compile the kernels into objects in a folder."""
     sources = sorted(build.SOURCES.glob("*.cpp"))
-    objects = tuple(str(tmp_path / f"{source.stem}.o") for source in sources)
+    objects = tuple(str(folder / f"{source.stem}.o") for source in sources)
 
     def compile_one(source: Path, target: str) -> None:
         subprocess.run([*command, "-c", str(source), "-o", target], check=True, capture_output=True)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, sources, objects))
-    programs = compiled((*command, "-static"), objects, tmp_path)
-    emulated, here = digests(programs, (str(EMULATOR),)), dict(native[portable(name)])
-    assert emulated.pop(EDGE) == "0"
-    assert here.pop(EDGE) == ("0" if platform.machine() in build.ARM else "1")
-    assert emulated == here
+    return objects

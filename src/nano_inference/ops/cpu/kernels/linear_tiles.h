@@ -55,7 +55,9 @@ struct InputRows {
 
 // sum += a * b in the sum's own register. With intrinsics, compilers put sums into the registers of a or b and run out
 // of registers.
-#if defined(NANO_AVX512) && defined(NANO_WIDENED)
+#if defined(NANO_EMULATED)  // AVX-512 in tests, on a processor without it
+INLINE inline void add_product(__m512& sum, __m512 a, __m512 b) { sum = _mm512_fmadd_ps(a, b, sum); }
+#elif defined(NANO_AVX512) && defined(NANO_WIDENED)
 INLINE inline void add_product(__m512& sum, __m512 a, __m512 b) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
 #elif defined(NANO_AVX2)
 INLINE inline void add_product(__m256& sum, __m256 a, __m256 b) { asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
