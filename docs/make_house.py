@@ -15,6 +15,7 @@ BEGIN, END = "<!-- folders -->\n", "<!-- /folders -->"
 # Contents of each room. A room of the import contract that is missing here is an error.
 ROOMS = {
     "nano_ray": "replicas as Ray actors, verl",
+    "nano_train": "training runs as folders, `runs`",
     "nano_training_service": "LoRA training over HTTP",
     "nano_bench": "load on a server, files of requests, reports",
     "cli": "the command line",

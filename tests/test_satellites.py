@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).parents[1] / "src"
-SATELLITES = ("nano_bench", "nano_ray", "nano_training_service")
+SATELLITES = ("nano_bench", "nano_ray", "nano_train", "nano_training_service")
 FILES = sorted(path for name in SATELLITES for path in (SOURCES / name).rglob("*.py"))
 
 

@@ -118,6 +118,7 @@ COMMANDS = {
         "nano_inference.cli.draft_heads:draft_heads",
         "Train draft heads on a model's own samples.",
     ),
+    "train": Row("nano_train.command:train", "Begin or resume a training run."),
     "train-service": Row(
         "nano_training_service.command:train_service", "Train LoRA adapters of a model over HTTP."
     ),

@@ -1,0 +1,426 @@
+"""A training run step by step: collect samples, update the weights.
+
+This is the loop to read and to copy. It knows no files: `run.py` keeps a folder around it. At every
+token, trainer and engine compute the same logprob bit for bit, which each step checks. On one kind
+of processor all bits follow from configuration and task: batch sizes, caches, threads and
+interruptions change none of them.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.errors import NanoInferenceError
+from nano_inference.rl import LoraPolicy, PolicyModel
+from nano_train import hashes
+from nano_train.config import RunConfig
+from nano_train.losses import advantages, mean, reward_loss
+from nano_train.optimizer import (
+    clip_gradients,
+    load_state,
+    make_optimizer,
+    set_learning_rate,
+    state_tensors,
+)
+from nano_train.questions import Task
+
+
+class RunError(NanoInferenceError):
+    """Run that is damaged, in use, or of another configuration or machine."""
+
+
+class LogprobMismatch(RunError):
+    """Step in which trainer and engine computed different bits of a logprob."""
+
+
+@dataclass(frozen=True)
+class State:
+    """State of a run between two steps.
+
+    Attributes:
+        step: Number of steps done, which is also the position in the questions.
+        version: Number of updates of the weights.
+        numerics: Description of everything else that decides bits.
+        parameters, optimizer: Tensors by name, as `Trainer.state` returns them.
+    """
+
+    step: int
+    version: int
+    numerics: str
+    parameters: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Data of a step.
+
+    Attributes:
+        questions: Number of each question, counted over the run.
+        samples: Samples, group by group.
+        rewards, advantages: One per sample. Empty without rewards.
+    """
+
+    step: int
+    questions: list[int]
+    samples: list[TrainingSample]
+    rewards: list[float] = field(default_factory=list[float])
+    advantages: list[float] = field(default_factory=list[float])
+
+
+@dataclass(frozen=True)
+class Update:
+    """Figures of one update of the weights.
+
+    Attributes:
+        logprobs: Hash of the trainer's logprobs (or of the divergences) before the update.
+        gradients, parameters: CRC-32 of each gradient before, and of each parameter after the
+            update. Empty if the run logs no hashes.
+        mismatch: Largest |engine - trainer| of a logprob. None without a comparison.
+    """
+
+    loss: float
+    logprobs: str
+    mismatch: float | None = None
+    gradient_norm: float | None = None
+    gradients: dict[str, str] = field(default_factory=dict[str, str])
+    parameters: dict[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Figures of a step. All but `seconds` follow from the run's configuration.
+
+    Attributes:
+        version: Weight version that sampled.
+        reward: Mean reward, None without rewards.
+        held_out: Mean reward of greedy answers to the held-out questions, None in most steps.
+        kl: Mean log ratio to the reference per token, None without one.
+        tokens: Number of trained tokens.
+        mismatch: Largest |engine - trainer| of a logprob at the first update.
+    """
+
+    step: int
+    version: int
+    seconds: float
+    reward: float | None
+    held_out: float | None
+    kl: float | None
+    loss: float
+    tokens: int
+    mismatch: float | None
+
+
+class Step(NamedTuple):
+    """A step that is done."""
+
+    record: StepRecord
+    batch: Batch
+    updates: list[Update]
+
+
+@dataclass(frozen=True)
+class Edits:
+    """Changes of the data of one step, for `runs edit`.
+
+    Attributes:
+        step: The step.
+        rewards: New reward by the number of the sample.
+        completions: New completion tokens by the number of the sample.
+        seed: Seed of this step in place of the run's.
+    """
+
+    step: int = 0
+    rewards: dict[int, float] = field(default_factory=dict[int, float])
+    completions: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    seed: int | None = None
+
+
+class Trainer:
+    """Engine, policy and optimizer of a run.
+
+    Args:
+        config: Configuration.
+        task: Questions and rewards.
+        start: State to begin from. None: the initial model.
+        edits: Changes of one step.
+
+    Raises the errors of `InferenceEngine`, `PolicyModel` and `LoraPolicy`.
+    """
+
+    def __init__(
+        self, config: RunConfig, task: Task, start: State | None = None, edits: Edits | None = None
+    ) -> None:
+        self.config, self.task, self.edits = config, task, edits or Edits()
+        self.method = config.row
+        self.step = self.version = 0
+        with ExitStack() as opened:
+            self.engine = opened.enter_context(InferenceEngine(config.engine_config()))
+            settings = config.lora_settings()
+            self.policy = (
+                LoraPolicy(self.engine, settings) if settings else PolicyModel(self.engine)
+            )
+            self.teacher = None
+            if config.teacher is not None:
+                graded = replace(config.engine_config(), model_path=config.teacher.model)
+                self.teacher = PolicyModel(opened.enter_context(InferenceEngine(graded)))
+            self.optimizer = make_optimizer(self.policy.parameters(), config.optimizer)
+            if start is not None:
+                self._load(start)
+            if isinstance(self.policy, LoraPolicy) or self.version:
+                self._publish()
+            self._engines = opened.pop_all()
+
+    @property
+    def numerics(self) -> str:
+        """Description of everything but configuration and task that decides bits: the engine's
+        numerics, and torch with its instruction set, which compute gradients.
+        """
+        kernels = torch.backends.cpu.get_cpu_capability()
+        return f"{self.engine.numerics.fingerprint} torch-{torch.__version__} {kernels}"
+
+    def _load(self, start: State) -> None:
+        if start.numerics != self.numerics:
+            raise RunError(
+                f"the state of step {start.step} has the numerics {start.numerics!r}, this machine "
+                f"and configuration have {self.numerics!r}; resume it as it began."
+            )
+        self.step, self.version = start.step, start.version
+        with torch.no_grad():
+            for name, param in self.policy.named_parameters():
+                param.copy_(start.parameters[name])
+        load_state(self.optimizer, start.optimizer)
+
+    def steps(self) -> Iterator[Step]:
+        """Do the remaining steps."""
+        while self.step < self.config.steps:
+            began = time.perf_counter()
+            held_out = self.held_out()
+            batch = self.collect()
+            version = self.version
+            updates = list(self.updates(batch))
+            seconds = time.perf_counter() - began
+            yield Step(record_of(batch, updates, version, held_out, seconds), batch, updates)
+
+    def collect(self) -> Batch:
+        """Return the questions, samples and rewards of the next step. Raises `RewardError`."""
+        table, step = self.config.task, self.step
+        numbers = [*range(step * table.prompts, (step + 1) * table.prompts)]
+        asked = [self.task.train[number % len(self.task.train)] for number in numbers]
+        if self.method.kind == "sft":
+            return Batch(step, numbers, [self._answered(*question) for question in asked])
+        edits = self.edits if self.edits.step == step else Edits()
+        seed = self.config.seed if edits.seed is None else edits.seed
+        params = [self._params(seed=(seed << 32) + number) for number in numbers]
+        samples = self.engine.generate(
+            [question.prompt for question in asked], params, table.samples, progress=False
+        )
+        owners = [number for number in numbers for _ in range(table.samples)]
+        samples = [
+            replace(sample, request_id=number, group_id=number, cached_tokens=0)  # of the run
+            for sample, number in zip(samples, owners, strict=True)
+        ]
+        for index, tokens in edits.completions.items():
+            samples[index] = self._rewritten(samples[index], tokens)
+        if self.method.kind == "distill":
+            return Batch(step, numbers, samples)
+        rewards = [
+            self.task.score(
+                sample, asked[index // table.samples].answer, f"step {step}, sample {index}"
+            )
+            for index, sample in enumerate(samples)
+        ]
+        for index, reward in edits.rewards.items():
+            rewards[index] = reward
+        return Batch(
+            *(step, numbers, samples, rewards), advantages(rewards, table.samples, self.method)
+        )
+
+    def updates(self, batch: Batch) -> Iterator[Update]:
+        """Update the weights with the data of the next step, and publish them.
+
+        Without any advantage the weights stay as they are. Raises `LogprobMismatch`.
+        """
+        set_learning_rate(self.optimizer, self.config.optimizer, batch.step)
+        for number in range(self.config.updates):
+            loss, logprobs, mismatch = self._loss(batch, compared=number == 0)
+            update = Update(float(loss.detach()), hashes.hash_of_logprobs(logprobs), mismatch)
+            if self.method.kind == "rl" and not any(batch.advantages) and not self.config.loss.kl:
+                yield update
+                break
+            yield self._step(update, loss)
+        self.step += 1
+
+    def _loss(
+        self, batch: Batch, *, compared: bool
+    ) -> tuple[Tensor, Sequence[Tensor], float | None]:
+        """Return the loss, the logprobs (or divergences) that it consists of, and the mismatch."""
+        samples, config = batch.samples, self.config
+        sequences = [sample.prompt_tokens + sample.completion_tokens for sample in samples]
+        starts = [len(sample.prompt_tokens) for sample in samples]
+        tokens = sum(len(sample.completion_tokens) for sample in samples)
+        temperature = config.sampling.temperature
+        if self.teacher is not None and config.teacher is not None:
+            assert isinstance(self.policy, PolicyModel)
+            values = self.policy.kl(
+                *(sequences, self.teacher),
+                direction=config.teacher.direction,
+                from_position=starts,
+                temperature=temperature,
+            )
+            return torch.stack([value.sum() for value in values]).sum() / tokens, values, None
+        values = self.policy.logprobs(
+            sequences,
+            from_position=starts,
+            temperature=temperature if self.method.kind == "rl" else 1.0,
+            grammar=self.task.grammar,
+        )
+        if self.method.kind == "sft":
+            return -torch.stack([value.sum() for value in values]).sum() / tokens, values, None
+        mismatch = self._mismatch(batch, values) if compared else None
+        loss = reward_loss(
+            *(self.method, samples, values, batch.advantages),
+            *(config.sampling.max_tokens, config.loss.kl),
+        )
+        return loss, values, mismatch
+
+    def _mismatch(self, batch: Batch, values: Sequence[Tensor]) -> float:
+        difference = hashes.first_difference(batch.samples, values)
+        if difference is not None and self.config.require_equal_logprobs:
+            raise LogprobMismatch(
+                f"step {batch.step}, {difference}; trainer and engine have different weights or "
+                "numerics. Set require_equal_logprobs=false to train nevertheless."
+            )
+        return max(
+            float((value.detach() - torch.tensor(sample.logprobs)).abs().max())
+            for value, sample in zip(values, batch.samples, strict=True)
+        )
+
+    def _step(self, update: Update, loss: Tensor) -> Update:
+        """Apply the gradients of a loss and publish the weights."""
+        logged, most = self.config.log.hashes, self.config.optimizer.max_grad_norm
+        loss.backward()
+        named = dict(self.policy.named_parameters())
+        gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+        before = hashes.hashes_of_tensors(gradients) if logged else {}
+        norm = clip_gradients(self.policy.parameters(), most) if most else None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.version += 1
+        self._publish()
+        after = hashes.hashes_of_tensors(named) if logged else {}
+        return replace(update, gradient_norm=norm, gradients=before, parameters=after)
+
+    def _publish(self) -> None:
+        if isinstance(self.policy, LoraPolicy):
+            self.policy.publish(version=self.version + 1)  # an adapter begins with version 1
+        else:
+            self.policy.publish(version=self.version)
+
+    def held_out(self) -> float | None:
+        """Return the mean reward of greedy answers to the held-out questions, if it is due."""
+        task, step, config = self.task, self.step, self.config
+        due = step % config.test_every == 0 or step == config.steps - 1
+        if not task.held_out or not due:
+            return None
+        prompts = [question.prompt for question in task.held_out]
+        samples = self.engine.generate(prompts, self._params(temperature=0.0), progress=False)
+        return mean(
+            [
+                task.score(sample, question.answer, f"held-out question {index}")
+                for index, (sample, question) in enumerate(
+                    zip(samples, task.held_out, strict=True)
+                )
+            ]
+        )
+
+    def state(self) -> State:
+        """Return the state between two steps. Its tensors are those of the run, not copies."""
+        parameters = {name: param.detach() for name, param in self.policy.named_parameters()}
+        tensors = parameters, state_tensors(self.optimizer)
+        return State(self.step, self.version, self.numerics, *tensors)
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of all parameters' names and bytes, in name order."""
+        return hashes.sha256_of_tensors(dict(self.policy.named_parameters()))
+
+    def _params(self, **values: Any) -> SamplingParams:
+        table = self.config.sampling
+        adapter = self.policy.name if isinstance(self.policy, LoraPolicy) else None
+        fixed = {"max_tokens": table.max_tokens, "stop": table.stop, "adapter": adapter}
+        merged = {**fixed, "temperature": table.temperature, "grammar": self.task.grammar, **values}
+        return SamplingParams(**merged)
+
+    def _answered(self, prompt: Any, answer: Any) -> TrainingSample:
+        """Return a prompt with its answer. An answer in text ends with the model's end token."""
+        tokenizer = self.engine.tokenizer
+        if isinstance(prompt, str):
+            first = tokenizer.encode(prompt, add_special_tokens=True)
+        else:
+            is_chat = isinstance(prompt[0], dict)
+            first = self.engine.conversation(prompt).token_ids if is_chat else prompt
+        last = answer
+        if isinstance(answer, str):
+            end = tokenizer.eos_token_id
+            last = [*tokenizer.encode(answer), *(() if end is None else (end,))]
+        return TrainingSample(tuple(first), tuple(last), (), None, self.version, "stop")
+
+    def _rewritten(self, sample: TrainingSample, tokens: list[int]) -> TrainingSample:
+        """Return a sample with another completion, whose logprobs the policy computes."""
+        with torch.no_grad():
+            (logprobs,) = self.policy.logprobs(
+                [(*sample.prompt_tokens, *tokens)],
+                from_position=len(sample.prompt_tokens),
+                temperature=self.config.sampling.temperature,
+                grammar=self.task.grammar,
+            )
+        text = self.engine.tokenizer.decode(tokens) if sample.text is not None else None
+        return replace(
+            sample,
+            completion_tokens=tuple(tokens),
+            logprobs=tuple(logprobs.tolist()),
+            text=text,
+            weight_versions=(),
+        )
+
+    def close(self) -> None:
+        """Shut the engines down."""
+        self._engines.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def record_of(
+    batch: Batch, updates: Sequence[Update], version: int, held_out: float | None, seconds: float
+) -> StepRecord:
+    """Return the figures of a step."""
+    samples, first = batch.samples, updates[0]
+    kl = None
+    if samples[0].ref_logprobs is not None:
+        pairs = [
+            (own, reference)
+            for sample in samples
+            for own, reference in zip(sample.logprobs, sample.ref_logprobs or (), strict=True)
+        ]
+        kl = mean([own - reference for own, reference in pairs])
+    return StepRecord(
+        *(batch.step, version, seconds, mean(batch.rewards) if batch.rewards else None),
+        *(held_out, kl, first.loss),
+        *(sum(len(sample.completion_tokens) for sample in samples), first.mismatch),
+    )

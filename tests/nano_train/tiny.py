@@ -1,0 +1,52 @@
+"""A tiny run for tests: model, task and run.toml in one folder."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tests.models.tiny import tiny_llama
+
+RUN = """\
+model = "{model}"
+steps = {steps}
+test_every = 2
+checkpoint_every = 2
+method = "{method}"
+{more}
+[task]
+train = "low_ids.py:train"
+held_out = "low_ids.py:held_out"
+reward = "low_ids.py:reward"
+prompts = 3
+samples = 4
+
+[sampling]
+max_tokens = 6
+
+[optimizer]
+learning_rate = 2e-3
+
+[engine]
+device = "cpu"
+max_model_len = 32
+kv_cache_memory = 4_194_304
+"""
+
+
+def tiny_run(folder: Path, *, steps: int = 6, method: str = "grpo", more: str = "") -> Path:
+    """Write a run of a tiny Llama with random weights, and return its run.toml."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = tiny_llama(folder / "model")
+    shutil.copyfile(Path(__file__).with_name("low_ids.py"), folder / "low_ids.py")
+    file = folder / "run.toml"
+    file.write_text(RUN.format(model=model, steps=steps, method=method, more=more))
+    return file
+
+
+def without_table(file: Path, *keys: str) -> None:
+    """Remove lines that begin with one of these keys."""
+    lines = [line for line in file.read_text().splitlines() if not line.startswith(keys)]
+    file.write_text("\n".join(lines) + "\n")
+
+
+Json = dict[str, Any]
