@@ -43,13 +43,16 @@ demo: $(INSTALLED) ## sample from a small model, then change its weights while i
 	@$(BIN)/python examples/demo.py
 
 grpo: $(INSTALLED) ## four minutes of GRPO on two cores; curves in out/grpo/
-	$(BIN)/python examples/grpo.py --out out/grpo --sha
+	$(BIN)/nano-inference train examples/grpo/run.toml --out out/grpo
+	$(BIN)/nano-inference runs show out/grpo --plot out/grpo/curves.png
 
 grpo-json: $(INSTALLED) ## ten minutes of GRPO whose answers are JSON under a grammar; curves in out/grpo-json/
-	$(BIN)/python examples/grpo.py --task order --dtype float32 --steps 40 --learning-rate 2e-5 --out out/grpo-json
+	$(BIN)/nano-inference train examples/grpo/json.toml --out out/grpo-json
+	$(BIN)/nano-inference runs show out/grpo-json --plot out/grpo-json/curves.png
 
 grpo-lora: $(INSTALLED) ## the same with an adapter of rank 16 alone; curves in out/grpo-lora/
-	$(BIN)/python examples/grpo.py --lora 16 --learning-rate 1e-3 --out out/grpo-lora
+	$(BIN)/nano-inference train examples/grpo/run.toml --set lora.rank=16 --set optimizer.learning_rate=1e-3 --out out/grpo-lora
+	$(BIN)/nano-inference runs show out/grpo-lora --plot out/grpo-lora/curves.png
 
 distill: $(INSTALLED) ## on-policy distillation of a damaged model; the curve in out/distill/
 	$(BIN)/python examples/distill.py --out out/distill

@@ -630,11 +630,10 @@ def rl_drafts(
     """Measure GRPO runs with and without drafts from history, and an evaluation repeated after a
     small update.
     """
-    from benchmarks.rl_drafts import PARTS, measure
-    from examples.grpo import Recipe
+    from benchmarks.rl_drafts import PARTS, Recipe, measure
 
     options = Options(model, dtype, backend, threads, repeats)
-    recipe = Recipe(steps=steps, prompts=2, samples=4, learning_rate=learning_rate)
+    recipe = Recipe(steps, learning_rate)
     rows = measure(options, names(parts, tuple(PARTS)), recipe)
     write("rl-drafts", rows, asdict(options) | {"recipe": asdict(recipe)}, out, model)
 

@@ -5,6 +5,7 @@ the policy's own layers. An evaluation that is repeated after a small update.
 import resource
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 from benchmarks import weight_transfer
 from benchmarks.measure import Row, show, spread
 from benchmarks.ours import Options, engine_config
-from examples.grpo import Recipe, Task
 from examples.same_hash import Run, whole_run
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.checkpoints.loading import load_spec, resolve_model
 from nano_inference.rl import score
+from nano_train.config import RunConfig
+from nano_train.questions import Question, Task
 
 # draft options of the engine
 MODES: dict[str, dict[str, Any]] = {"none": {}, "history": {"speculation": "history"}}
@@ -36,6 +38,16 @@ SUBJECTS = (
     "The first computers were",
     "When water freezes,",
 )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of the whole runs."""
+
+    steps: int
+    learning_rate: float
+    prompts: int = 2
+    samples: int = 4
 
 
 def measure(options: Options, parts: tuple[str, ...], recipe: Recipe) -> list[Row]:
@@ -59,9 +71,9 @@ def grpo(options: Options, recipe: Recipe) -> Iterator[Row]:
     runs: dict[str, list[tuple[Run, float]]] = {mode: [] for mode in modes}
     for _ in range(options.repeats):
         for mode, done in runs.items():
-            config = engine_config(options, max_model_len=128, kv_cache_memory=2**27, **modes[mode])
+            config = run_config(options, recipe, **modes[mode])
             before = cpu_seconds()
-            run = whole_run(config, low_ids(), recipe)
+            run = whole_run(config, low_ids())
             done.append((run, cpu_seconds() - before))
             print(f"{mode}: {run.seconds:.0f} s, {run.engine_steps} engine steps, {run.sha256}")
     hashes = {run.sha256 for done in runs.values() for run, _ in done}
@@ -82,6 +94,28 @@ def grpo(options: Options, recipe: Recipe) -> Iterator[Row]:
         }
 
 
+def run_config(options: Options, recipe: Recipe, **engine: Any) -> RunConfig:
+    """Return a run whose questions are those of `low_ids`."""
+    model = engine_config(options, max_model_len=128, kv_cache_memory=2**27, **engine)
+    names = ("dtype", "backend", "num_threads", "device", "max_model_len", "kv_cache_memory")
+    return RunConfig.model_validate(
+        {
+            "model": model.model_path,
+            "steps": recipe.steps,
+            "task": {
+                "train": "low_ids",
+                "reward": "low_ids",
+                "prompts": recipe.prompts,
+                "samples": recipe.samples,
+            },
+            "sampling": {"max_tokens": ANSWER},
+            "optimizer": {"learning_rate": recipe.learning_rate},
+            "loss": {"aggregation": "token"},
+            "engine": {name: getattr(model, name) for name in (*names, *engine)},
+        }
+    )
+
+
 def self_drafts(options: Options) -> dict[str, Any]:
     """Use nine tenths of the policy's layers as a source of drafts."""
     num_layers = load_spec(resolve_model(options.model)).num_layers
@@ -90,15 +124,13 @@ def self_drafts(options: Options) -> dict[str, Any]:
 
 def low_ids() -> Task:
     """Reward ids below 150, which any model can learn."""
-    prompts: list[tuple[Any, str]] = [
-        ([10 + number, 200, 30 + 7 * number % 50, 5], "") for number in range(12)
-    ]
+    questions = [Question([10 + number, 200, 30 + 7 * number % 50, 5]) for number in range(12)]
 
-    def reward(sample: TrainingSample, _: str) -> float:
+    def reward(sample: TrainingSample, _: Any) -> float:
         ids = sample.completion_tokens
         return sum(token_id < 150 for token_id in ids) / len(ids)
 
-    return Task(prompts[4:], prompts[:4], reward, max_tokens=ANSWER)
+    return Task(questions[4:], questions[:4], reward)
 
 
 def rerun(options: Options, _: Recipe) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Check that two runs of the GRPO loop with entirely different engine options give the same
+"""Check that two runs of GRPO with entirely different engine options give the same
 checkpoint.
 
 `python -m examples.same_hash` prints the SHA-256 of both and fails if they differ.
@@ -9,12 +9,15 @@ import logging
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from examples.grpo import Recipe, Step, Task, checkpoint_hash, largest_number, train
-from nano_inference import EngineConfig, InferenceEngine, LoraSettings
-from nano_inference.rl import LoraPolicy, PolicyModel
+from examples.grpo.largest import largest_number
+from nano_train.config import RunConfig, read_config
+from nano_train.questions import Task
+from nano_train.trainer import StepRecord, Trainer
 
+CONFIG = Path(__file__).parent / "grpo" / "run.toml"
 ROOMY: dict[str, Any] = {
     "max_batch_size": 256,
     "block_size": 16,
@@ -41,26 +44,23 @@ class Run:
     """Result of a run: the hash of its last checkpoint, and statistics."""
 
     sha256: str
-    steps: list[Step]
+    steps: list[StepRecord]
     engine_steps: int
     preemptions: int
     drafts: int  # draft tokens computed, accepted or not
     seconds: float
 
 
-def whole_run(
-    config: EngineConfig, task: Task, recipe: Recipe, lora: LoraSettings | None = None
-) -> Run:
-    """Build an engine and a policy (all weights or an adapter), and run the whole loop."""
+def whole_run(config: RunConfig, task: Task) -> Run:
+    """Run all steps without a folder."""
     began = time.perf_counter()
-    with InferenceEngine(config) as engine:
-        policy = PolicyModel(engine) if lora is None else LoraPolicy(engine, lora)
-        steps = list(train(engine, policy, task, recipe))
-        stats = engine.stats()
+    with Trainer(config, task) as trainer:
+        steps = [step.record for step in trainer.steps()]
+        stats = trainer.engine.stats()
         seconds = time.perf_counter() - began
         drafts = stats.speculation.num_drafted if stats.speculation is not None else 0
         return Run(
-            checkpoint_hash(policy), steps, stats.num_steps, stats.num_preemptions, drafts, seconds
+            *(trainer.sha256(), steps, stats.num_steps, stats.num_preemptions, drafts, seconds)
         )
 
 
@@ -71,19 +71,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    recipe, task = (
-        Recipe(steps=options.steps, seed=options.seed),
-        largest_number(options.seed, num_held_out=16),
-    )
+    task = largest_number(options.seed, num_held_out=16)
     runs: list[Run] = []
     for choice in (ROOMY, TIGHT):
         print(", ".join(f"{name}={value}" for name, value in choice.items()), flush=True)
-        model: Any = {
-            "model_path": options.model,
-            "ref_model_path": options.model,
-            "dtype": "bfloat16",
-        }
-        run = whole_run(EngineConfig(**model, max_model_len=64, **choice), task, recipe)
+        changes = {"model": options.model, "reference": options.model, "steps": options.steps}
+        table = {f"engine.{name}": value for name, value in choice.items()}
+        config = read_config(
+            CONFIG, {**changes, "seed": options.seed, "engine.max_model_len": 64, **table}
+        )
+        run = whole_run(config, task)
         rewards = " ".join(f"{step.reward:.2f}" for step in run.steps)
         print(
             f"  {run.engine_steps} engine steps, {run.preemptions} preemptions, {run.seconds:.0f} "

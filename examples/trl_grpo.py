@@ -29,7 +29,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from examples.adapter_rollout import AdapterRollout
-from examples.grpo import largest_number
+from examples.grpo.largest import largest_number
 from nano_inference import EngineConfig
 from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.rl.checkpoint import checkpoint_of

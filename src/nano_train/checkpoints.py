@@ -38,11 +38,13 @@ class Checkpoints:
 
     Attributes:
         run: The run's folder.
-        identity: `RunConfig.identity` of the run.
+        identity: SHA-256 of all that decides the run's bits.
+        first: Step at which an edited run begins. Its checkpoint always remains.
     """
 
     run: RunFolder
     identity: str
+    first: int = 0
 
     @property
     def folder(self) -> Path:
@@ -53,6 +55,10 @@ class Checkpoints:
         """Return the steps of all complete checkpoints, ascending."""
         names = (path.name for path in self.folder.glob("*"))
         return sorted(int(name) for name in names if name.isdecimal())
+
+    def last_before(self, step: int) -> int | None:
+        """Return the step of the newest checkpoint that is not after `step`, or None."""
+        return max((number for number in self.steps() if number <= step), default=None)
 
     def write(self, state: State, keep: int = 0) -> str:
         """Write a checkpoint, and return the SHA-256 of the parameters.
@@ -85,7 +91,8 @@ class Checkpoints:
         unfinished.rename(target)
         sync(self.folder)
         for step in self.steps()[:-keep] if keep else ():
-            self._remove(step)
+            if step != self.first:
+                self._remove(step)
         return sha256
 
     def _remove(self, step: int) -> None:

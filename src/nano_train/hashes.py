@@ -50,12 +50,9 @@ def hash_of_samples(samples: Iterable[TrainingSample]) -> str:
     )
 
 
-def hash_of_logprobs(logprobs: Iterable[Tensor]) -> str:
-    """Return a hash of the bits of float32 tensors."""
-    digest = hashlib.sha256()
-    for values in logprobs:
-        digest.update(_bytes(values.detach().float()))
-    return digest.hexdigest()[:16]
+def hashes_of_values(values: Iterable[Tensor]) -> list[str]:
+    """Return the CRC-32 of the bits of each float32 tensor, 8 hex digits."""
+    return [f"{zlib.crc32(_bytes(value.detach().float())):08x}" for value in values]
 
 
 def hashes_of_tensors(named: Mapping[str, Tensor]) -> dict[str, str]:

@@ -17,7 +17,16 @@ from nano_train.config import RunConfig, read_config
 from nano_train.hashes import hash_of, hash_of_samples
 from nano_train.loggers import open_loggers, require_loggers
 from nano_train.questions import Task, code_of, load_task
-from nano_train.trainer import Edits, RunError, State, Step, StepRecord, Trainer
+from nano_train.trainer import (
+    Batch,
+    Edits,
+    RunError,
+    State,
+    Step,
+    StepRecord,
+    Trainer,
+    Update,
+)
 from nano_train.tree import RunFolder
 
 CONFIG = "run.toml"
@@ -29,7 +38,7 @@ class Run:
     """A run with everything that it needs.
 
     Attributes:
-        source: Folder with the files that run.toml names.
+        source: The run.toml. Files that it names are relative to its folder.
         code: Texts of these files by name.
         changes: Changes of run.toml's values by dotted key.
         edits: Changes of one step's data.
@@ -55,13 +64,18 @@ class Run:
     @property
     def checkpoints(self) -> Checkpoints:
         """Checkpoints in the run's folder."""
-        return Checkpoints(self.folder, self.identity)
+        return Checkpoints(self.folder, self.identity, self.first)
+
+    @property
+    def first(self) -> int:
+        """First step that this run computed itself."""
+        return self.parent["step"] if self.parent else 0
 
     def begin(self) -> None:
-        """Write the run's files, or check that the folder belongs to this run. Raises `RunError`."""
+        """Write the run's files. Raises `ConfigError` if the folder holds another run."""
         if self.folder.exists:
             self._require_same(self.folder.origin())
-        text = (self.source / CONFIG).read_text("utf-8")
+        text = self.source.read_text("utf-8")
         self.folder.begin({CONFIG: text, **self.code}, self._origin())
 
     def _origin(self) -> dict[str, Any]:
@@ -89,7 +103,7 @@ class Run:
         key = next((key for key in changed if key.startswith("code.")), None) or (
             changed[0] if changed else "edits"
         )
-        raise RunError(
+        raise ConfigError(
             f"{self.folder.path} is another run: {key.removeprefix('config.')} was "
             f"{before.get(key)!r} there and is {now.get(key)!r} now; choose another --out, or change "
             "the run with `nano-inference runs edit`."
@@ -130,9 +144,7 @@ def read_run(
         code = code_of(config, path.parent)
         folder = RunFolder(out or OUT / config.name)
         task = load_task(config, path.parent)
-        if path.name != CONFIG:
-            raise ConfigError(f"{path} must be named {CONFIG}; rename it.")
-        return Run(folder, config, task, path.parent, code, changes, Edits())
+        return Run(folder, config, task, path, code, changes, Edits())
     if out is not None and out.resolve() != path.resolve():
         raise ConfigError(f"--out {out} is not {path}; name a run.toml to begin another run.")
     folder = RunFolder(path)
@@ -140,7 +152,8 @@ def read_run(
     changes = {**origin["changes"], **changes}
     config = read_config(path / CONFIG, changes)
     return Run(
-        *(folder, config, load_task(config, path), path, code_of(config, path), changes),
+        *(folder, config, load_task(config, path)),
+        *(path / CONFIG, code_of(config, path), changes),
         *(edits_of(origin["edits"]), origin["parent"]),
     )
 
@@ -205,18 +218,23 @@ def line_of(step: Step) -> dict[str, Any]:
     """Return a step's line of steps.jsonl: figures and hashes, no times."""
     line = asdict(step.record)
     del line["seconds"]
-    batch = step.batch
-    return line | {
+    return line | hashes_of(step.batch) | {"updates": [hashed(update) for update in step.updates]}
+
+
+def hashes_of(batch: Batch) -> dict[str, str]:
+    """Return the hash of each part of a step's data, in the order of their computation."""
+    return {
         "questions": hash_of(batch.questions),
         "samples": hash_of_samples(batch.samples),
         "rewards": hash_of(batch.rewards),
         "advantages": hash_of(batch.advantages),
-        "updates": [
-            asdict(update)
-            | {"gradients": hash_of(update.gradients), "parameters": hash_of(update.parameters)}
-            for update in step.updates
-        ],
     }
+
+
+def hashed(update: Update) -> dict[str, Any]:
+    """Return an update with one hash for all values of a kind."""
+    kinds = ("logprobs", "gradients", "parameters")
+    return asdict(update) | {kind: hash_of(getattr(update, kind)) for kind in kinds}
 
 
 @contextmanager

@@ -80,14 +80,15 @@ class Update:
     """Figures of one update of the weights.
 
     Attributes:
-        logprobs: Hash of the trainer's logprobs (or of the divergences) before the update.
+        logprobs: CRC-32 of the trainer's logprobs (or divergences) of each sample before the
+            update.
         gradients, parameters: CRC-32 of each gradient before, and of each parameter after the
             update. Empty if the run logs no hashes.
         mismatch: Largest |engine - trainer| of a logprob. None without a comparison.
     """
 
     loss: float
-    logprobs: str
+    logprobs: list[str]
     mismatch: float | None = None
     gradient_norm: float | None = None
     gradients: dict[str, str] = field(default_factory=dict[str, str])
@@ -251,7 +252,7 @@ class Trainer:
         set_learning_rate(self.optimizer, self.config.optimizer, batch.step)
         for number in range(self.config.updates):
             loss, logprobs, mismatch = self._loss(batch, compared=number == 0)
-            update = Update(float(loss.detach()), hashes.hash_of_logprobs(logprobs), mismatch)
+            update = Update(float(loss.detach()), hashes.hashes_of_values(logprobs), mismatch)
             if self.method.kind == "rl" and not any(batch.advantages) and not self.config.loss.kl:
                 yield update
                 break

@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
+
 
 from tests.models.tiny import tiny_llama
 
@@ -49,4 +49,13 @@ def without_table(file: Path, *keys: str) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-Json = dict[str, Any]
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    """Return the files of a run by name, except those that depend on times and processes."""
+    left_out = {"lock", "timings.jsonl", "origin.json"}
+    return {
+        str(path.relative_to(run)): path.read_bytes()
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.name not in left_out
+    }

@@ -39,7 +39,8 @@ class Row:
     """Row of the table of commands.
 
     Attributes:
-        function: Function of the command as `module:function`, imported when it runs.
+        function: Function of the command, or app of its subcommands, as `module:name`, imported
+            when it runs.
         summary: Line in the list of commands.
         error_code: Smallest exit code for an error. 2 if the command uses 1 as an answer.
         common: Options that `--help` shows. Empty: all. `--help-all` shows every option.
@@ -119,6 +120,11 @@ COMMANDS = {
         "Train draft heads on a model's own samples.",
     ),
     "train": Row("nano_train.command:train", "Begin or resume a training run."),
+    "runs": Row(
+        "nano_train.runs_command:runs",
+        "List, show, open, compare and edit training runs.",
+        error_code=2,
+    ),
     "train-service": Row(
         "nano_training_service.command:train_service", "Train LoRA adapters of a model over HTTP."
     ),
@@ -133,21 +139,29 @@ _OTHER_WORDS = {"run": "chat", "launch": "serve", "server": "serve", "list": "mo
 }
 
 
-def load_command(name: str) -> TyperCommand:
+def load_command(name: str) -> Any:
     """Import a command and return it with its options."""
     row = COMMANDS[name]
+    module, _, function = row.function.partition(":")
+    run = getattr(import_module(module), function)
+    if isinstance(run, typer.Typer):
+        return _with_subcommands(run)
     single = typer.Typer(
         add_completion=False,
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    module, _, function = row.function.partition(":")
-    run = getattr(import_module(module), function)
     single.command(name, cls=Command)(run)
     command: Any = get_command(single)
     command.common = row.common
     command.flags = getattr(run, "flags", {})
     return command
+
+
+def _with_subcommands(subcommands: typer.Typer) -> Any:
+    group: Any = get_command(subcommands)
+    group.flags = {}
+    return group
 
 
 _WRONG_INPUT = (ConfigError, ModelLoadError, InvalidRequest, AdapterError)
