@@ -155,9 +155,9 @@ def _data_finding(part: str, mine: Batch, other: Batch) -> Finding:
             return Finding(step, "samples", sample=index, text="the prompts differ")
         changes = differences(one, two)
         if changes:
-            return Finding(
-                step, "samples", sample=index, token=changes[0].token, text=str(changes[0])
-            )
+            field, token, *values = changes[0]
+            text = f"{field} {values[0]!r} and {values[1]!r}"
+            return Finding(step, "samples", sample=index, token=token, text=text)
         if one.seed != two.seed:
             return Finding(step, "samples", sample=index, text=f"seeds {one.seed} and {two.seed}")
     return Finding(step, "samples", text=f"{len(mine.samples)} and {len(other.samples)} samples")

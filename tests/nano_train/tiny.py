@@ -10,7 +10,7 @@ RUN = """\
 model = "{model}"
 steps = {steps}
 test_every = 2
-checkpoint_every = 2
+checkpoint_every = {every}
 method = "{method}"
 {more}
 [task]
@@ -33,22 +33,17 @@ kv_cache_memory = 4_194_304
 """
 
 
-def tiny_run(folder: Path, *, steps: int = 6, method: str = "grpo", more: str = "") -> Path:
+def tiny_run(
+    folder: Path, *, steps: int = 6, method: str = "grpo", every: int = 2, more: str = ""
+) -> Path:
     """Write a run of a tiny Llama with random weights, and return its run.toml."""
     folder.mkdir(parents=True, exist_ok=True)
     model = tiny_llama(folder / "model")
     shutil.copyfile(Path(__file__).with_name("low_ids.py"), folder / "low_ids.py")
     file = folder / "run.toml"
-    file.write_text(RUN.format(model=model, steps=steps, method=method, more=more))
+    values = {"model": model, "steps": steps, "method": method, "every": every, "more": more}
+    file.write_text(RUN.format(**values))
     return file
-
-
-def without_table(file: Path, *keys: str) -> None:
-    """Remove lines that begin with one of these keys."""
-    lines = [line for line in file.read_text().splitlines() if not line.startswith(keys)]
-    file.write_text("\n".join(lines) + "\n")
-
-
 
 
 def files_of(run: Path) -> dict[str, bytes]:
