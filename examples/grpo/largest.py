@@ -17,9 +17,7 @@ def largest_number(seed: int, num_held_out: int = HELD_OUT) -> Task:
     rng = random.Random(seed)
     triples = [rng.sample(triple, 3) for triple in combinations(range(10, 100), 3)]
     rng.shuffle(triples)
-    questions = [
-        Question(f"{EXAMPLE}{a}, {b} or {c}?", str(max(a, b, c))) for a, b, c in triples
-    ]
+    questions = [Question(f"{EXAMPLE}{a}, {b} or {c}?", str(max(a, b, c))) for a, b, c in triples]
     return Task(questions[num_held_out:], questions[:num_held_out], exact_match)
 
 

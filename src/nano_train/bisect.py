@@ -30,7 +30,8 @@ class Finding(NamedTuple):
         update: Number of the update within the step. None: before the updates.
         sample: Number of the sample.
         token: Index in the sample's completion.
-        layer: First layer that was computed differently. -1: outside the layers.
+        layer: First layer with another gradient, or the only one with other parameters. -1: outside
+            the layers.
         names: Parameters that differ.
         text: Both values.
     """
@@ -53,7 +54,9 @@ class Finding(NamedTuple):
         detail = f": {self.text}" if self.text else ""
         if self.names:
             more = len(self.names) - _SHOWN
-            detail = f": {', '.join(self.names[:_SHOWN])}" + (f" and {more} more" if more > 0 else "")
+            detail = f": {', '.join(self.names[:_SHOWN])}" + (
+                f" and {more} more" if more > 0 else ""
+            )
         return f"{', '.join(where)}, {self.part}{detail}"
 
 
@@ -114,7 +117,7 @@ def _altered(run: Run, step: int, logged: Step) -> Finding | None:
 
 
 def _repeat_step(trainer: Trainer, logged: Step) -> Finding | None:
-    batch, updates = logged
+    batch, _ = logged
     again = trainer.collect()
     data = compare_steps((batch, ()), (again, ()))
     if data is not None:
@@ -174,7 +177,9 @@ def _update_finding(step: int, number: int, one: Update, two: Update) -> Finding
         if part == "logprobs":
             return Finding(step, part, update=number, sample=first_difference(mine, other))
         names = tuple(name for name in mine if mine[name] != other.get(name))
-        layer = first_computed(names) if part == "gradients" else layer_of(names[0])
+        layers = {layer_of(name) for name in names}
+        common = layers.pop() if len(layers) == 1 else None
+        layer = first_computed(names) if part == "gradients" else common
         return Finding(step, part, update=number, layer=layer, names=names)
     return None
 

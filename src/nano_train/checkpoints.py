@@ -5,8 +5,8 @@
     state.json                step, version, identity of the run, numerics, SHA-256 of both files
                               and of the steps logged so far
 
-A checkpoint appears under its name only when it is complete and on the disk. Names that begin with a
-dot are unfinished. `read` checks every hash, so a damaged checkpoint, or one of another run, is
+A checkpoint appears under its name only when it is complete and on the disk. Names that begin with
+a dot are unfinished. `read` checks every hash, so a damaged checkpoint, or one of another run, is
 reported and never used.
 """
 
@@ -87,7 +87,7 @@ class Checkpoints:
         for path in (*unfinished.iterdir(), unfinished):
             sync(path)
         target = self.folder / str(state.step)
-        self._remove(state.step)  # of a step that is done again
+        self._remove(state.step)  # a step is done again
         unfinished.rename(target)
         sync(self.folder)
         for step in self.steps()[:-keep] if keep else ():

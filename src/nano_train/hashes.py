@@ -71,9 +71,7 @@ def sha256_of_tensors(named: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def first_difference(
-    samples: Sequence[TrainingSample], trainer: Sequence[Tensor]
-) -> str | None:
+def first_difference(samples: Sequence[TrainingSample], trainer: Sequence[Tensor]) -> str | None:
     """Describe the first token whose two logprobs differ in a bit. None if all are equal."""
     for number, (sample, values) in enumerate(zip(samples, trainer, strict=True)):
         mine, theirs = values.detach(), torch.tensor(sample.logprobs)

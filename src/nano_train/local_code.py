@@ -20,7 +20,7 @@ def is_file(spec: str) -> bool:
 
 
 def local_file(spec: str, folder: Path) -> Path:
-    """Return the path of a named file. Raises `ConfigError` if it is missing or outside `folder`."""
+    """Return the path of a named file. Raises `ConfigError` if `folder` does not contain it."""
     name = spec.partition(":")[0]
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):

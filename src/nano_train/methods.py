@@ -1,8 +1,8 @@
 """The table of training methods: which advantage, ratio and aggregation each has, by its source.
 
 With r the policy's ratio to the sampler, A the advantage and clip(r) = min(max(r, 1 - low),
-1 + high), a token's (or a sequence's) term of the loss is -min(r * A, clip(r) * A). Every column can
-be changed in `[loss]` of run.toml, so a row is a set of defaults.
+1 + high), a token's (or a sequence's) term of the loss is -min(r * A, clip(r) * A). `[loss]` of
+run.toml can change every column, so a row is a set of defaults.
 """
 
 from dataclasses import dataclass

@@ -58,6 +58,13 @@ def load_task(config: RunConfig, folder: Path) -> Task:
     train = _questions(table.train, folder, config.seed)
     if not train:
         raise ConfigError(f"task.train={table.train!r} has no questions; provide at least one.")
+    if config.row.kind == "sft":
+        for number, question in enumerate(train):
+            if not isinstance(question.answer, str | list) or not question.answer:
+                raise ConfigError(
+                    f"task.train={table.train!r}: the answer of question {number} must be text or "
+                    "token ids with method='sft'."
+                )
     grammar = None
     if table.grammar is not None:
         grammar = load_function(table.grammar, folder)()
@@ -80,9 +87,7 @@ def code_of(config: RunConfig, folder: Path) -> dict[str, str]:
     named = (table.train, table.held_out, table.reward, table.grammar)
     files = {spec.partition(":")[0]: spec for spec in named if spec is not None and is_file(spec)}
     try:
-        return {
-            name: local_file(spec, folder).read_text("utf-8") for name, spec in files.items()
-        }
+        return {name: local_file(spec, folder).read_text("utf-8") for name, spec in files.items()}
     except (OSError, UnicodeError) as problem:
         raise ConfigError(f"a file that run.toml names cannot be read: {problem}.") from problem
 

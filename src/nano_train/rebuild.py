@@ -1,4 +1,4 @@
-"""The state of any step of a run: the nearest checkpoint before it, and the logged samples since."""
+"""The state of any step of a run, from the nearest checkpoint before it and the logged samples."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

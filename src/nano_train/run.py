@@ -20,7 +20,6 @@ from nano_train.questions import Task, code_of, load_task
 from nano_train.trainer import (
     Batch,
     Edits,
-    RunError,
     State,
     Step,
     StepRecord,
@@ -98,15 +97,19 @@ class Run:
         if origin.get("identity") == self.identity:
             return
         mine = self._origin()
-        before, now = (_flat({k: each.get(k) for k in ("config", "code")}) for each in (origin, mine))
-        changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+        before, now = (
+            _flat({k: each.get(k) for k in ("config", "code")}) for each in (origin, mine)
+        )
+        changed = [
+            key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)
+        ]
         key = next((key for key in changed if key.startswith("code.")), None) or (
             changed[0] if changed else "edits"
         )
         raise ConfigError(
             f"{self.folder.path} is another run: {key.removeprefix('config.')} was "
-            f"{before.get(key)!r} there and is {now.get(key)!r} now; choose another --out, or change "
-            "the run with `nano-inference runs edit`."
+            f"{before.get(key)!r} there and is {now.get(key)!r} now; choose another --out, or "
+            "change the run with `nano-inference runs edit`."
         )
 
     def start(self) -> State | None:
@@ -124,9 +127,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def read_run(
-    path: Path, out: Path | None = None, changes: Mapping[str, Any] | None = None
-) -> Run:
+def read_run(path: Path, out: Path | None = None, changes: Mapping[str, Any] | None = None) -> Run:
     """Read a run, from its file or from its folder.
 
     Args:

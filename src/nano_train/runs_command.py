@@ -117,9 +117,9 @@ def bisect(
         output.print("no difference")
         return
     output.print(str(finding), soft_wrap=True, markup=False)
-    for each in (read, second) if second is not None and recompute else ():
-        agrees = "agrees" if repeat_one(each, finding) else "disagrees"
-        line = f"{each.folder.path} {agrees} with a repetition of step {finding.step}"
+    for compared in (read, second) if second is not None and recompute else ():
+        agrees = "agrees" if repeat_one(compared, finding) else "disagrees"
+        line = f"{compared.folder.path} {agrees} with a repetition of step {finding.step}"
         output.print(line, soft_wrap=True, markup=False)
     raise typer.Exit(1)
 

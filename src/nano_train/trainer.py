@@ -225,7 +225,7 @@ class Trainer:
         )
         owners = [number for number in numbers for _ in range(table.samples)]
         samples = [
-            replace(sample, request_id=number, group_id=number, cached_tokens=0)  # of the run
+            replace(sample, request_id=number, group_id=number, cached_tokens=0)
             for sample, number in zip(samples, owners, strict=True)
         ]
         for index, tokens in edits.completions.items():
@@ -336,9 +336,7 @@ class Trainer:
         return mean(
             [
                 task.score(sample, question.answer, f"held-out question {index}")
-                for index, (sample, question) in enumerate(
-                    zip(samples, task.held_out, strict=True)
-                )
+                for index, (sample, question) in enumerate(zip(samples, task.held_out, strict=True))
             ]
         )
 
@@ -361,16 +359,14 @@ class Trainer:
 
     def _answered(self, prompt: Any, answer: Any) -> TrainingSample:
         """Return a prompt with its answer. An answer in text ends with the model's end token."""
-        tokenizer = self.engine.tokenizer
+        first, last = prompt, answer
         if isinstance(prompt, str):
-            first = tokenizer.encode(prompt, add_special_tokens=True)
-        else:
-            is_chat = isinstance(prompt[0], dict)
-            first = self.engine.conversation(prompt).token_ids if is_chat else prompt
-        last = answer
+            first = self.engine.tokenizer.encode(prompt, add_special_tokens=True)
+        elif isinstance(prompt[0], dict):
+            first = self.engine.conversation(prompt).token_ids
         if isinstance(answer, str):
-            end = tokenizer.eos_token_id
-            last = [*tokenizer.encode(answer), *(() if end is None else (end,))]
+            end = self.engine.tokenizer.eos_token_id
+            last = [*self.engine.tokenizer.encode(answer), *(() if end is None else (end,))]
         return TrainingSample(tuple(first), tuple(last), (), None, self.version, "stop")
 
     def _rewritten(self, sample: TrainingSample, tokens: list[int]) -> TrainingSample:

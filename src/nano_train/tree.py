@@ -167,8 +167,8 @@ class RunFolder:
         for name in (STEPS, TIMINGS, SAMPLES, BATCHES):
             path = self.path / name
             if path.is_dir():
-                for each in path.iterdir():
-                    sync(each)
+                for file in path.iterdir():
+                    sync(file)
             if path.exists():
                 sync(path)
         sync(self.path)

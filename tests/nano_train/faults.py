@@ -8,9 +8,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,7 +43,7 @@ class Hooks:
 
     def wrapped(self, trainer: Trainer) -> Any:
         """Return a context in which the updates run."""
-        return suppress()
+        return nullcontext()
 
     def stepping(self, trainer: Trainer) -> None:
         """Act between gradients and the optimizer's step."""
@@ -66,6 +66,7 @@ class Fault:
         depth: Fields of `Finding` that name the place, in addition to the step.
         late: Steps between the fault and its first effect.
         stops: The run itself stops, because trainer and engine differ.
+        exact: Values of these fields, if the fault has a known place.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Fault:
     depth: tuple[str, ...] = ()
     late: int = 0
     stops: bool = False
+    exact: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def _hooks(**functions: Any) -> Callable[[], Hooks]:
@@ -139,7 +141,9 @@ def _one_group(rewards: list[float]) -> list[float]:
 
 
 def _unbiased(rewards: list[float]) -> list[float]:
-    return [value * (3 / 4) ** 0.5 for s in range(0, 12, 4) for value in by_group(rewards[s : s + 4])]
+    return [
+        value * (3 / 4) ** 0.5 for s in range(0, 12, 4) for value in by_group(rewards[s : s + 4])
+    ]
 
 
 # -- sampling --------------------------------------------------------------------------------------
@@ -205,7 +209,8 @@ def _publish_partly(_: Any, trainer: Trainer) -> None:
 
 def _write_both(_: Any, trainer: Trainer) -> None:
     _write(FIRST, 1.5)(_, trainer)
-    trainer.engine.update_weights(dict(trainer.policy.named_parameters()), blocking=True)
+    trainer.version += 1
+    trainer._publish()
 
 
 # -- loss and gradients ----------------------------------------------------------------------------
@@ -238,9 +243,10 @@ def _drop_last_token(_: Any, trainer: Trainer) -> Any:
 def _gradient(name: str, change: Callable[[Any], None]) -> Any:
     @contextmanager
     def hooked(trainer: Trainer) -> Iterator[None]:
-        handle = _param(trainer, name).register_post_accumulate_grad_hook(
-            lambda param: change(param.grad)
-        )
+        def act(param: Any) -> None:
+            change(param.grad)
+
+        handle = _param(trainer, name).register_post_accumulate_grad_hook(act)
         try:
             yield
         finally:
@@ -253,6 +259,10 @@ def _flip_bit(gradient: torch.Tensor) -> None:
     gradient.view(torch.int32).view(-1)[7] ^= 1
 
 
+def _scale(param: Any) -> None:
+    param.grad.mul_(1.001)
+
+
 def _from_layer(_: Any, trainer: Trainer) -> Any:
     """Change the gradients of layer 0 and of the embedding, as a fault in its backward does."""
 
@@ -260,7 +270,7 @@ def _from_layer(_: Any, trainer: Trainer) -> Any:
     def hooked() -> Iterator[None]:
         named = dict(trainer.policy.named_parameters())
         handles = [
-            param.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(1.001))
+            param.register_post_accumulate_grad_hook(_scale)
             for name, param in named.items()
             if ".layers.0." in name or "embed" in name
         ]
@@ -283,13 +293,15 @@ def _count_twice(_: Any, trainer: Trainer) -> Any:
     return mock.patch.object(policies, "sum_of_parts", doubled)
 
 
-def _other_order(_: Any, trainer: Trainer) -> Any:
+def _share_buffer(_: Any, trainer: Trainer) -> Any:
     sum_of_parts = policies.sum_of_parts
 
-    def reversed_parts(parts: Any, *rest: Any) -> Any:
-        return sum_of_parts(list(parts)[::-1], *rest)
+    def overwritten(*arguments: Any) -> Any:
+        totals = sum_of_parts(*arguments)
+        totals["layers.1.down"][0] = totals["layers.1.down"][1]
+        return totals
 
-    return mock.patch.object(policies, "sum_of_parts", reversed_parts)
+    return mock.patch.object(policies, "sum_of_parts", overwritten)
 
 
 def _narrow_products(_: Any, trainer: Trainer) -> Any:
@@ -298,7 +310,7 @@ def _narrow_products(_: Any, trainer: Trainer) -> Any:
 
 
 def _keep_gradients(_: Any, trainer: Trainer) -> Any:
-    return mock.patch.object(trainer.optimizer, "zero_grad", lambda: None)
+    return mock.patch.object(trainer.optimizer, "zero_grad", return_value=None)
 
 
 # -- optimizer -------------------------------------------------------------------------------------
@@ -335,47 +347,47 @@ def _round(_: Any, trainer: Trainer) -> None:
 
 
 _SAMPLE, _TOKEN = ("sample",), ("sample", "token")
-_UPDATE, _LAYER = ("update",), ("update", "layer", "names")
+_UPDATE, _LAYER, _NAMES = ("update",), ("update", "layer", "names"), ("update", "names")
 FAULTS = (
     Fault("questions are shifted", "data", _hooks(before=_shift_questions), "samples", _SAMPLE),
-    Fault("a prompt has another token", "data", _hooks(before=_change_prompt), "samples", _SAMPLE),
+    Fault("a prompt has another token", "data", _hooks(before=_change_prompt), "samples", _SAMPLE, exact={"sample": 8}),
     Fault("a question is skipped", "data", _hooks(collected=_skip_question), "questions"),
-    Fault("two samples are swapped", "data", _hooks(collected=_swap_samples), "samples", _TOKEN),
-    Fault("a sample comes twice", "data", _hooks(collected=_repeat_sample), "samples", _TOKEN),
+    Fault("two samples are swapped", "data", _hooks(collected=_swap_samples), "samples", _TOKEN, exact={"sample": 4}),
+    Fault("a sample comes twice", "data", _hooks(collected=_repeat_sample), "samples", _TOKEN, exact={"sample": 6}),
     Fault(
         *("a reward is off by one bit", "reward"),
         *(_hooks(collected=_reward_of(5, lambda r: r + 2.0**-52)), "rewards", _SAMPLE),
     ),
-    Fault("a reward is 0", "reward", _hooks(collected=_reward_of(9, lambda _: 0.0)), "rewards", _SAMPLE),
-    Fault("a reward has the other sign", "reward", _hooks(collected=_reward_of(2, lambda r: -r)), "rewards", _SAMPLE),
+    Fault("a reward is 0", "reward", _hooks(collected=_reward_of(9, lambda _: 0.0)), "rewards", _SAMPLE, exact={"sample": 9}),
+    Fault("a reward has the other sign", "reward", _hooks(collected=_reward_of(2, lambda r: -r)), "rewards", _SAMPLE, exact={"sample": 2}),
     Fault("groups are mixed", "reward", _hooks(collected=_advantages_by(_one_group)), "advantages", _SAMPLE),
     Fault("deviation divides by n - 1", "reward", _hooks(collected=_advantages_by(_unbiased)), "advantages", _SAMPLE),
     Fault("seeds are off by one", "sampling", _hooks(before=_sampling(seed=lambda s: s + 1)), "samples", _TOKEN),
     Fault("the temperature is 0.999", "sampling", _hooks(before=_sampling(temperature=lambda _: 0.999)), "samples", _TOKEN, stops=True),
-    Fault("samples end a token early", "sampling", _hooks(before=_sampling(max_tokens=lambda n: n - 1)), "samples", _TOKEN),
+    Fault("samples end a token early", "sampling", _hooks(before=_sampling(max_tokens=lambda n: n - 1)), "samples", _TOKEN, exact={"token": 5}),
     Fault("a logprob is off by one bit", "kernel", _hooks(collected=_flip_logprob), "samples", _TOKEN, stops=True),
     Fault("a token is flipped", "kernel", _hooks(collected=_flip_token), "samples", _TOKEN, stops=True),
     Fault("an update is lost", "race", _hooks(before=_lose_update), "logprobs", _TOKEN, 1, stops=True),
     Fault("an update lacks a matrix", "race", _hooks(before=_publish_partly), "logprobs", _TOKEN, 1, stops=True),
-    Fault("a thread writes a weight before the step", "race", _hooks(stepping=_write(FIRST, 1.01)), "parameters", _LAYER),
+    Fault("a thread writes a weight before the step", "race", _hooks(stepping=_write(FIRST, 1.01)), "parameters", _LAYER, exact={"layer": 0}),
     Fault("memory changes between two steps", "race", _hooks(after=_write_both), "samples", _TOKEN, 1),
     Fault("a micro-batch is counted twice", "race", _hooks(wrapped=_count_twice), "gradients", _LAYER),
-    Fault("micro-batches add up in another order", "race", _hooks(wrapped=_other_order), "gradients", _LAYER),
+    Fault("two workers share a row", "race", _hooks(wrapped=_share_buffer), "gradients", _LAYER, exact={"layer": 1}),
     Fault("micro-batches are smaller", "gradient", _hooks(wrapped=_narrow_products), "gradients", _LAYER),
     Fault("the last token is left out", "loss", _hooks(wrapped=_drop_last_token), "loss", _UPDATE),
-    Fault("the loss is a mean of samples", "loss", _hooks(wrapped=_method(aggregation="constant")), "loss", _UPDATE),
+    Fault("the loss is a sum of tokens", "loss", _hooks(wrapped=_method(aggregation="sum")), "loss", _UPDATE),
     Fault("the ratio is clipped early", "loss", _hooks(wrapped=_method(clip_low=1e-4, clip_high=1e-4)), "loss", _UPDATE),
-    Fault("a gradient is 0", "gradient", _hooks(wrapped=_gradient(MATRIX, lambda g: g.zero_())), "gradients", _LAYER),
-    Fault("a bit of a gradient is flipped", "gradient", _hooks(wrapped=_gradient(FIRST, _flip_bit)), "gradients", _LAYER),
-    Fault("backward of layer 0 is off", "gradient", _hooks(wrapped=_from_layer), "gradients", _LAYER),
-    Fault("gradients are not cleared", "gradient", _hooks(wrapped=_keep_gradients), "gradients", _LAYER),
-    Fault("the learning rate is 1 % higher", "optimizer", _hooks(stepping=_group(lr=2.02e-3)), "parameters", _LAYER),
-    Fault("beta2 is 0.99", "optimizer", _hooks(stepping=_group(betas=(0.9, 0.99))), "parameters", _LAYER),
-    Fault("a matrix decays", "optimizer", _hooks(stepping=_decay_one), "parameters", _LAYER),
-    Fault("a moment is lost", "optimizer", _hooks(stepping=_reset_moment), "parameters", _LAYER),
-    Fault("a matrix is skipped", "optimizer", _hooks(stepping=_skip_one), "parameters", _LAYER),
-    Fault("a step is done twice", "optimizer", _hooks(stepped=_step_twice), "parameters", _LAYER),
-    Fault("a norm is rounded", "optimizer", _hooks(stepped=_round), "parameters", _LAYER),
+    Fault("a gradient is 0", "gradient", _hooks(wrapped=_gradient(MATRIX, lambda g: g.zero_())), "gradients", _LAYER, exact={"layer": 1}),
+    Fault("a bit of a gradient is flipped", "gradient", _hooks(wrapped=_gradient(FIRST, _flip_bit)), "gradients", _LAYER, exact={"layer": 0}),
+    Fault("backward of layer 0 is off", "gradient", _hooks(wrapped=_from_layer), "gradients", _LAYER, exact={"layer": 0}),
+    Fault("gradients are not cleared", "gradient", _hooks(wrapped=_keep_gradients), "gradients", _LAYER, exact={"layer": -1}),
+    Fault("the learning rate is 1 % higher", "optimizer", _hooks(stepping=_group(lr=2.02e-3)), "parameters", _NAMES),
+    Fault("beta2 is 0.99", "optimizer", _hooks(stepping=_group(betas=(0.9, 0.99))), "parameters", _NAMES),
+    Fault("a matrix decays", "optimizer", _hooks(stepping=_decay_one), "parameters", _LAYER, exact={"layer": 1}),
+    Fault("a moment is lost", "optimizer", _hooks(stepping=_reset_moment), "parameters", _LAYER, exact={"layer": 1}),
+    Fault("a matrix is skipped", "optimizer", _hooks(stepping=_skip_one), "parameters", _LAYER, exact={"layer": 1}),
+    Fault("a step is done twice", "optimizer", _hooks(stepped=_step_twice), "parameters", _NAMES),
+    Fault("a norm is rounded", "optimizer", _hooks(stepped=_round), "parameters", _LAYER, exact={"layer": -1}),
 )  # fmt: skip
 
 
@@ -427,7 +439,7 @@ def run_with(fault: Fault | None, file: Path, out: Path) -> str | None:
 
 def fault_run(folder: Path) -> Path:
     """Write the run into which faults are planted."""
-    more = f'updates = 2\nseed = 3\nname = "faults"\n[loss]\naggregation = "token"\n'
+    more = 'updates = 2\nseed = 3\nname = "faults"\n[loss]\naggregation = "token"\n'
     return tiny_run(folder, steps=STEPS, more=more)
 
 
@@ -436,6 +448,8 @@ def check(fault: Fault, finding: Finding | None) -> str | None:
     if finding is None:
         return "not found"
     if finding.step != STEP + fault.late or finding.part != fault.part:
+        return f"found elsewhere: {finding}"
+    if any(getattr(finding, name) != value for name, value in fault.exact.items()):
         return f"found elsewhere: {finding}"
     missing = [name for name in fault.depth if getattr(finding, name) in (None, ())]
     return f"{', '.join(missing)} unknown: {finding}" if missing else None

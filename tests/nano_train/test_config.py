@@ -73,7 +73,12 @@ def test_file_that_is_not_toml_is_reported(file: Path) -> None:
 
 
 def test_changes_are_toml_values_or_text() -> None:
-    pairs = ["optimizer.learning_rate=1e-4", 'sampling.stop=["a", "b"]', "method=rloo", "log.x=true"]
+    pairs = [
+        "optimizer.learning_rate=1e-4",
+        'sampling.stop=["a", "b"]',
+        "method=rloo",
+        "log.x=true",
+    ]
     assert parse_changes(pairs) == {
         "optimizer.learning_rate": 1e-4,
         "sampling.stop": ["a", "b"],
@@ -87,8 +92,11 @@ def test_changes_are_toml_values_or_text() -> None:
 def test_identity_leaves_out_free_keys_only(file: Path) -> None:
     config = read_config(file)
     values = {
-        **{"steps": 99, "checkpoint_every": 9, "keep_checkpoints": 9},
-        **{"engine.block_size": 8, "log.hashes": False},
+        "steps": 99,
+        "checkpoint_every": 9,
+        "keep_checkpoints": 9,
+        "engine.block_size": 8,
+        "log.hashes": False,
     }
     assert {key.partition(".")[0] for key in values} == set(FREE)
     assert read_config(file, values).identity({}) == config.identity({})
@@ -105,7 +113,9 @@ def test_loss_table_changes_the_row_of_the_method(file: Path) -> None:
 
 
 def test_questions_come_from_json_lines(file: Path) -> None:
-    lines = '{"prompt": [5, 6], "answer": "x"}\n\n{"messages": [{"role": "user", "content": "a"}]}\n'
+    lines = (
+        '{"prompt": [5, 6], "answer": "x"}\n\n{"messages": [{"role": "user", "content": "a"}]}\n'
+    )
     (file.parent / "questions.jsonl").write_text(lines)
     task = load_task(read_config(file, {"task.train": "questions.jsonl"}), file.parent)
     chat = [{"role": "user", "content": "a"}]

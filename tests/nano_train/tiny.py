@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 
-
 from tests.models.tiny import tiny_llama
 
 RUN = """\
