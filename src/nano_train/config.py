@@ -301,7 +301,7 @@ def _sentence(problem: ValidationError) -> str:
     first = problem.errors()[0]
     key = ".".join(map(str, first["loc"]))
     if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
+        return str(first.get("ctx", {}).get("error"))
     if first["type"] == "missing":
         return f"{key} is missing."
     if first["type"] == "extra_forbidden":
