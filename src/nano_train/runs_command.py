@@ -12,12 +12,21 @@ from nano_train.command import Changes, require_training
 if TYPE_CHECKING:
     from nano_train.run import Run as _Run
 
+HELP = """List, show, open, compare and edit training runs.
+
+Every subcommand reads a run's folder. docs/runs.md describes its files.
+
+Examples:
+
+nano-inference runs list out
+nano-inference runs bisect out/grpo out/other
+"""
 runs = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="List, show, open, compare and edit training runs.",
+    help=HELP,
 )
 
 Run = Annotated[

@@ -44,6 +44,8 @@ from tests.cli.running import ENTRY, FAST, finish, run, spawn
         ["models", "-h"],
         ["replay", "-h"],
         ["draft-heads", "-h"],
+        ["train", "-h"],
+        ["runs", "-h"],
         ["train-service", "-h"],
         ["bench", "-h"],
         ["run-batch", "-h"],
