@@ -15,7 +15,8 @@ from typing import Any
 from examples.grpo.largest import largest_number
 from nano_train.config import RunConfig, read_config
 from nano_train.questions import Task
-from nano_train.trainer import StepRecord, Trainer
+from nano_train.records import StepRecord
+from nano_train.trainer import Trainer
 
 CONFIG = Path(__file__).parent / "grpo" / "run.toml"
 ROOMY: dict[str, Any] = {

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from nano_inference.errors import ConfigError
 from nano_inference.rl import differences
 from nano_train.rebuild import rebuilt
+from nano_train.records import Batch, LogprobMismatch, RunError, Update
 from nano_train.run import Run, hashed, hashes_of
-from nano_train.trainer import Batch, LogprobMismatch, RunError, Trainer, Update
+from nano_train.trainer import Trainer
 
 DATA = ("questions", "samples", "rewards", "advantages")
 OF_UPDATE = ("logprobs", "loss", "gradients", "parameters")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nano_inference.system import sync
 from nano_train.hashes import sha256_of_tensors
-from nano_train.trainer import RunError, State
+from nano_train.records import RunError, State
 from nano_train.tree import CHECKPOINTS, RunFolder
 
 FORMAT = 1

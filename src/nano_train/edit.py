@@ -8,8 +8,8 @@ from nano_inference.errors import ConfigError
 from nano_train.config import read_config
 from nano_train.questions import load_task
 from nano_train.rebuild import rebuilt, require_step
+from nano_train.records import Edits
 from nano_train.run import CONFIG, Run
-from nano_train.trainer import Edits
 from nano_train.tree import RunFolder
 
 

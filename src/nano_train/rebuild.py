@@ -6,8 +6,9 @@ from pathlib import Path
 
 from nano_inference.errors import ConfigError
 from nano_inference.rl import PolicyModel
+from nano_train.records import RunError
 from nano_train.run import Run, hashed
-from nano_train.trainer import RunError, Trainer
+from nano_train.trainer import Trainer
 
 
 @contextmanager

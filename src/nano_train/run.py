@@ -17,15 +17,8 @@ from nano_train.config import RunConfig, read_config
 from nano_train.hashes import hash_of, hash_of_samples
 from nano_train.loggers import open_loggers, require_loggers
 from nano_train.questions import Task, code_of, load_task
-from nano_train.trainer import (
-    Batch,
-    Edits,
-    State,
-    Step,
-    StepRecord,
-    Trainer,
-    Update,
-)
+from nano_train.records import Batch, Edits, State, Step, StepRecord, Update
+from nano_train.trainer import Trainer
 from nano_train.tree import RunFolder
 
 CONFIG = "run.toml"

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
+from nano_train.records import StepRecord
 from nano_train.run import Run
-from nano_train.trainer import StepRecord
 from nano_train.tree import ORIGIN, RunFolder
 
 _NUMBERS = ("reward", "held_out", "kl", "loss")

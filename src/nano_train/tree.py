@@ -26,7 +26,7 @@ from typing import Any
 from nano_inference.data import DataError, read_jsonl, write_jsonl
 from nano_inference.errors import ConfigError
 from nano_inference.system import sync
-from nano_train.trainer import Batch, RunError, Update
+from nano_train.records import Batch, RunError, Update
 
 ORIGIN, STEPS, TIMINGS = "origin.json", "steps.jsonl", "timings.jsonl"
 SAMPLES, BATCHES, CHECKPOINTS = "samples", "batches", "checkpoints"

@@ -28,7 +28,7 @@ from nano_train.curves import Point, plot
 from nano_train.hashes import first_difference
 from nano_train.losses import by_group
 from nano_train.questions import Question, Task
-from nano_train.trainer import LogprobMismatch
+from nano_train.records import LogprobMismatch
 from tests.models.tiny import tiny_llama
 from tests.structured.vocabularies import with_tokenizer
 

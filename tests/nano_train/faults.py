@@ -21,8 +21,9 @@ from nano_inference.rl import policy as policies
 from nano_train import trainer as trainers
 from nano_train.bisect import Finding, compare_runs, repeat
 from nano_train.losses import by_group
+from nano_train.records import Batch, LogprobMismatch, Update
 from nano_train.run import Run, read_run, train
-from nano_train.trainer import Batch, LogprobMismatch, Trainer, Update
+from nano_train.trainer import Trainer
 from tests.nano_train.tiny import tiny_run
 
 STEP = 1  # the step with the fault

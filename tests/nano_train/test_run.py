@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from nano_inference.errors import ConfigError
+from nano_train.records import RunError, StepRecord
 from nano_train.run import read_run, train
-from nano_train.trainer import RunError, StepRecord
 from tests.nano_train.tiny import files_of, tiny_run
 
 

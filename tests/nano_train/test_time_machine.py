@@ -15,8 +15,9 @@ from nano_train.bisect import compare_runs, first_computed, repeat
 from nano_train.edit import edit
 from nano_train.hashes import sha256_of_tensors
 from nano_train.rebuild import open_step, rebuilt
+from nano_train.records import RunError
 from nano_train.run import Run, read_run, train
-from nano_train.trainer import RunError, Trainer
+from nano_train.trainer import Trainer
 from tests.nano_train.faults import FAULTS, Fault, check, fault_run, run_with
 from tests.nano_train.tiny import files_of, tiny_run
 
