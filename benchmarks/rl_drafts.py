@@ -90,7 +90,7 @@ def grpo(options: Options, recipe: Recipe) -> Iterator[Row]:
             "rows_of_drafts": spread(float(each.drafts) for each, _ in done),
             "trained_tokens": sum(step.tokens for step in run.steps),
             "first_and_last_reward": [run.steps[0].reward, run.steps[-1].reward],
-            "mismatch": max(step.mismatch for step in run.steps),
+            "mismatch": max(step.mismatch or 0.0 for step in run.steps),
         }
 
 
