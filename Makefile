@@ -57,7 +57,7 @@ grpo-lora: $(INSTALLED) ## the same with an adapter of rank 16 alone; curves in 
 distill: $(INSTALLED) ## on-policy distillation of a damaged model; the curve in out/distill/
 	$(BIN)/python examples/distill.py --out out/distill
 
-same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches, threads: the same checkpoint
+same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches, threads: the recorded checkpoint
 	$(BIN)/python -m examples.same_hash
 
 trl-grpo: $(TRL) ## TRL's GRPOTrainer on this engine, in float32 and in bfloat16; curves in out/trl-grpo/

@@ -18,7 +18,7 @@ from benchmarks.ours import Options, opened
 from benchmarks.rl import token_ids
 from nano_inference import LoraSettings
 from nano_inference.checkpoints.embedded import EMBEDDED_MODELS
-from nano_inference.rl import LoraPolicy, PolicyModel
+from nano_inference.rl import AdamW, LoraPolicy, PolicyModel
 
 PROMPT, SAMPLES, TOKENS = 256, 8, 64  # samples per group, as in W2
 COLUMNS: dict[str, Callable[[Row], Any]] = {
@@ -68,7 +68,7 @@ def measure(options: Options, peers: tuple[str, ...]) -> list[Row]:
 
 
 def _ours(policy: PolicyModel | LoraPolicy) -> Step:
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, foreach=False)
+    optimizer = AdamW(policy.parameters(), lr=0.0)
 
     def step(sequences: list[list[int]]) -> tuple[float, float, float]:
         began = time.perf_counter()

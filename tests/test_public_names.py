@@ -259,7 +259,8 @@ RL_NAMES = {
     *("MismatchReport", "PolicyModel", "differences", "mismatch_report", "replay", "score"),
     "top_tokens",
 }
-RL_NAMES |= {"GradientShards", "LoraPolicy", "Verdict", "Workers", "misplaced", "verify"}
+RL_NAMES |= {"AdamW", "GradientShards", "LoraPolicy", "Verdict", "Workers", "clip_grad_norm_"}
+RL_NAMES |= {"misplaced", "verify"}
 
 # Names and fields of the engine's original specification: classes and their required members.
 FIRST_NAMES: dict[type, set[str]] = {

@@ -18,7 +18,7 @@ def mean(values: Sequence[float]) -> float:
 def by_group(rewards: Sequence[float]) -> list[float]:
     """Return rewards minus mean, divided by deviation. 0 if all are equal."""
     middle = mean(rewards)
-    deviation = mean([(reward - middle) ** 2 for reward in rewards]) ** 0.5
+    deviation = math.sqrt(mean([(reward - middle) ** 2 for reward in rewards]))
     return [(reward - middle) / deviation if deviation else 0.0 for reward in rewards]
 
 

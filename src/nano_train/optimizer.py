@@ -1,27 +1,23 @@
 """The optimizer of a run, and its state as tensors."""
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nano_inference.rl import AdamW, clip_grad_norm_
 from nano_train.config import OptimizerTable
-
-_CHUNK = 2**20  # numbers whose squares are added at once
 
 
 def make_optimizer(params: Iterable[nn.Parameter], table: OptimizerTable) -> torch.optim.Optimizer:
     """Return the optimizer of a run. Nothing else in this package knows which one it is."""
-    return torch.optim.AdamW(
+    return AdamW(
         params,
         lr=table.learning_rate,
         betas=(table.beta1, table.beta2),
         eps=table.epsilon,
         weight_decay=table.weight_decay,
-        foreach=False,
     )
 
 
@@ -33,22 +29,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, table: OptimizerTable, s
 
 
 def clip_gradients(params: Iterable[nn.Parameter], most: float) -> float:
-    """Scale gradients down to a norm of at most `most`, and return the norm before.
-
-    Squares are added in float64 in one order, so no bit depends on the number of threads.
-    """
-    gradients = [param.grad for param in params if param.grad is not None]
-    norm = math.sqrt(math.fsum(part for gradient in gradients for part in _squares(gradient)))
-    if norm > most:
-        for gradient in gradients:
-            gradient.mul_(most / norm)
-    return norm
-
-
-def _squares(gradient: Tensor) -> Iterable[float]:
-    flat = gradient.detach().cpu().float().contiguous().view(-1).numpy()
-    for start in range(0, len(flat), _CHUNK):
-        yield float(np.square(flat[start : start + _CHUNK], dtype=np.float64).sum())
+    """Scale gradients down to a norm of at most `most`, and return the norm before."""
+    return float(clip_grad_norm_(params, most))
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from tests.ops.cpu_kernels import available, kernels
 PROGRAMS = Path(__file__).parents[1] / "sanitize"
 SOURCES = {
     "bits": ("bits.cpp", "codes.cpp"),
-    "driver": ("driver.cpp", "codes.cpp", "experts.cpp", "states.cpp"),
+    "driver": ("driver.cpp", "codes.cpp", "experts.cpp", "gradients.cpp", "states.cpp"),
 }
 ROUNDS = "1"  # rounds that the driver runs
 # Hide inline functions: otherwise the kernels would call the program's copies.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.rl import PolicyModel
+from nano_inference.rl import LoraPolicy, PolicyModel
 
 # Several lengths: two share a prefix, one is a prefix of another, and one occurs twice.
 SEQUENCES = [
@@ -40,7 +40,7 @@ def weighted_sum(logprobs: list[Tensor], weights: list[Tensor]) -> Tensor:
 
 
 def gradients(
-    model: PolicyModel, sequences: list[list[int]] = SEQUENCES, **options: Any
+    model: PolicyModel | LoraPolicy, sequences: list[list[int]] = SEQUENCES, **options: Any
 ) -> dict[str, Tensor]:
     model.zero_grad()
     logprobs = model.logprobs(sequences, **options)

@@ -23,6 +23,7 @@ int nano_program_run(void* program, const nano::Step* step);
 void codes_round(nano::Digest& all);    // codes.cpp
 void experts_round(nano::Digest& all);  // experts.cpp
 void states_round(nano::Digest& all);  // states.cpp
+void gradients_round(nano::Digest& all);  // gradients.cpp
 
 namespace {
 
@@ -292,6 +293,7 @@ int main(int argc, char** argv) {
     codes_round(all);
     experts_round(all);
     states_round(all);
+    gradients_round(all);
   }
   std::printf("%d rounds of both dtypes: the same bits under every schedule\n", rounds);
   std::printf("digest %016llx\n", all.value());  // the same on every instruction set

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The kernels under address, undefined-behaviour and thread sanitizers: driver.cpp, codes.cpp, experts.cpp and states.cpp of
-# tests/sanitize on their own.
+# The kernels under address, undefined-behaviour and thread sanitizers: driver.cpp, codes.cpp, experts.cpp, gradients.cpp and
+# states.cpp of tests/sanitize on their own.
 set -euo pipefail
 cd "$(dirname "$0")"
 kernels=../../src/nano_inference/ops/cpu/kernels
@@ -24,7 +24,7 @@ for kind in address,undefined thread address,undefined+tiles; do
         flags+=("${tiles[@]}")
         kind=${kind%+tiles}
     fi
-    for source in "$kernels"/*.cpp driver.cpp codes.cpp experts.cpp states.cpp; do
+    for source in "$kernels"/*.cpp driver.cpp codes.cpp experts.cpp gradients.cpp states.cpp; do
         "$compiler" "${flags[@]}" -fsanitize="$kind" -fno-sanitize-recover=all -c "$source" -o "$folder/$(basename "$source").o" &
         [ "$(jobs -rp | wc -l)" -lt "$(nproc)" ] || wait -n
     done

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from nano_inference.system.lazy import lazy
 
 if TYPE_CHECKING:
+    from nano_inference.rl.adamw import AdamW, clip_grad_norm_
     from nano_inference.rl.comparison import differences
     from nano_inference.rl.lora import LoraPolicy
     from nano_inference.rl.policy import PolicyModel
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from nano_inference.rl.workers import GradientShards, Workers
 
 __all__ = [
+    "AdamW",
     "GradientShards",
     "LoraPolicy",
     "MismatchReport",
     "PolicyModel",
     "Verdict",
     "Workers",
+    "clip_grad_norm_",
     "differences",
     "mismatch_report",
     "misplaced",
@@ -35,12 +38,14 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AdamW": "adamw",
     "GradientShards": "workers",
     "LoraPolicy": "lora",
     "MismatchReport": "report",
     "PolicyModel": "policy",
     "Verdict": "verifier",
     "Workers": "workers",
+    "clip_grad_norm_": "adamw",
     "differences": "comparison",
     "mismatch_report": "report",
     "misplaced": "verifier",

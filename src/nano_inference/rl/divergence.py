@@ -30,7 +30,7 @@ Direction = Literal["reverse", "forward"]
 DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward")
 
 
-class Weights(NamedTuple):
+class TorchWeights(NamedTuple):
     """A model's decoder with its weights in plain tensors."""
 
     spec: ModelSpec
@@ -55,7 +55,7 @@ class Distributed(Protocol):
         """Yield the parameters by name."""
         ...
 
-    def weights(self, values: Mapping[str, Tensor]) -> Weights:
+    def weights(self, values: Mapping[str, Tensor]) -> TorchWeights:
         """Return the decoder with these parameters, cast to the engine's dtype."""
         ...
 
@@ -63,7 +63,7 @@ class Distributed(Protocol):
         self,
         scored: Iterable[ScoredSequence],
         values: Mapping[str, Tensor],
-        end: Callable[[Weights, MicroBatch], EndGradients],
+        end: Callable[[TorchWeights, MicroBatch], EndGradients],
     ) -> dict[str, Tensor]:
         """Return gradients of the parameters, given those of the hidden rows."""
         ...
@@ -161,7 +161,9 @@ def terms(logprobs: Tensor, teacher: Tensor | None, direction: Direction) -> tup
     return (-value, -gradient) if teacher is None else (value, gradient)
 
 
-def _logprobs(weights: Weights, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
+def _logprobs(
+    weights: TorchWeights, rows: Tensor, temperature: float
+) -> tuple[Tensor, Tensor | None]:
     """Return the log-probabilities after some rows [R, H], and the slope of a cap of logits."""
     logits = scaled(functional.linear(rows.float(), weights.head), weights.spec.logit_scale)
     cap = weights.spec.logits_cap
@@ -174,13 +176,15 @@ def _chunks(batch: MicroBatch) -> Iterator[slice]:
         yield slice(first, first + ROWS)
 
 
-def _of_teacher(asked: Asked, teacher: Weights | None, hidden: Tensor | None) -> Tensor | None:
+def _of_teacher(asked: Asked, teacher: TorchWeights | None, hidden: Tensor | None) -> Tensor | None:
     if teacher is None or hidden is None:
         return None
     return _logprobs(teacher, hidden, asked.teacher_temperature)[0]
 
 
-def _values(asked: Asked, weights: Weights, teacher: Weights | None, batch: MicroBatch) -> Tensor:
+def _values(
+    asked: Asked, weights: TorchWeights, teacher: TorchWeights | None, batch: MicroBatch
+) -> Tensor:
     hidden = weights.hidden(batch)[batch.scored_rows]
     other = None if teacher is None else teacher.hidden(batch)[batch.scored_rows]
     parts: list[Tensor] = []
@@ -192,7 +196,7 @@ def _values(asked: Asked, weights: Weights, teacher: Weights | None, batch: Micr
 
 
 def _end_gradients(
-    asked: Asked, weights: Weights, teacher: Weights | None, batch: MicroBatch
+    asked: Asked, weights: TorchWeights, teacher: TorchWeights | None, batch: MicroBatch
 ) -> EndGradients:
     """Return the function that differentiates the rows' divergences."""
     with torch.no_grad():
@@ -258,7 +262,7 @@ class _Divergence(torch.autograd.Function):
             )
         teacher = _weights_of(asked.teacher)
 
-        def end(weights: Weights, batch: MicroBatch) -> EndGradients:
+        def end(weights: TorchWeights, batch: MicroBatch) -> EndGradients:
             return _end_gradients(asked, weights, teacher, batch)
 
         gradients = model.gradients_of(_scored(asked, grads[0]), values, end)
@@ -272,7 +276,7 @@ class _Divergence(torch.autograd.Function):
         )
 
 
-def _weights_of(teacher: Distributed | None) -> Weights | None:
+def _weights_of(teacher: Distributed | None) -> TorchWeights | None:
     return None if teacher is None else teacher.weights(dict(teacher.named_parameters()))
 
 

@@ -38,10 +38,16 @@ from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import AdapterError, ConfigError
 from nano_inference.models.parameters.table import param_table
 from nano_inference.ops.lora import HEAD, Adapter
+from nano_inference.rl.backward.weights import AdapterPart, LazyParams, Totals, Weights
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states
 from nano_inference.rl.scoring import BatchScores, ScoreBatch, score_batch
-from nano_inference.rl.scoring_module import ScoringModule, place_param, sum_of_parts
+from nano_inference.rl.scoring_module import (
+    ScoringModule,
+    dtype_of_products,
+    place_param,
+    sum_of_parts,
+)
 from nano_inference.rl.tensors import numbers, torch_device
 from nano_inference.rl.torch_decoder import LORA
 from nano_inference.types import KvPolicy
@@ -54,9 +60,9 @@ class LoraPolicy(ScoringModule):
     """A LoRA adapter as parameters under PEFT's names, with logprobs from the engine's operations.
 
     Forward: the engine scores the sequences with a copy of the matrices on top of its own weights.
-    The bits equal those of samples that it draws with the same adapter. Backward: a forward pass in
-    plain torch at the same weights is differentiated with respect to the matrices only, sequence by
-    sequence in a fixed order.
+    The bits equal those of samples that it draws with the same adapter. Backward: a forward pass at
+    the same weights is differentiated with respect to the matrices only, sequence by sequence in a
+    fixed order, by the kernels or in torch (`gradients`, as in `PolicyModel`).
 
     A starts with uniform numbers (Kaiming, as in PEFT), B with zeros: a new adapter changes
     nothing.
@@ -114,8 +120,11 @@ class LoraPolicy(ScoringModule):
             for key, target in self._by_key()
         ]
         self._memory = AdapterMemory(spec, model.device, model.ops.placed)
-        self._decoder = self._torch_decoder(gradient_dtype)
-        self._frozen = _Frozen(self.engine, self._decoder.dtype)
+        self._products = dtype_of_products(self.engine, gradient_dtype, self.gradients)
+        self._decoder = self._torch_decoder(self._products)
+        self._float32 = {p.name for p in param_table(spec) if p.keep_float32}
+        # the engine's weights, converted one at a time: there is no second copy of the model
+        self._frozen = LazyParams(model.params, self._converted)
         self._lock = threading.Lock()
         self._scoring: tuple[list[State], Adapter] | None = None
 
@@ -214,6 +223,8 @@ class LoraPolicy(ScoringModule):
     def _gradients(
         self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
     ) -> dict[str, Tensor]:
+        if self.gradients == "kernels":
+            return self._kernel_gradients(scored, values, temperature)
         device = torch_device(self.engine.model.device)
 
         def compute(part: MicroBatch) -> dict[str, Tensor]:
@@ -234,6 +245,27 @@ class LoraPolicy(ScoringModule):
             for name, value in values.items()
         }
 
+    def _converted(self, name: str) -> Tensor:
+        weight = numbers(self.engine.model.params[name])
+        return weight.float() if name in self._float32 else weight.to(self._products)
+
+    def _kernel_gradients(
+        self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
+    ) -> dict[str, Tensor]:
+        scale, decoder = self.settings.scale(self.settings.rank), self._kernel_decoder()
+        adapters: dict[str, list[AdapterPart]] = {}
+        for target in self._targets:
+            names = [f"{PREFIX}{target.module}.{half}" for half in (_A, _B)]
+            a, b = (values[name].detach().float().contiguous() for name in names)
+            head = target.param == HEAD
+            part = AdapterPart(0 if head else target.slot.start, a, b, scale, *names)
+            adapters.setdefault(decoder.head if head else target.param, []).append(part)
+        weights = Weights(self._kernels(self._products), self._frozen, adapters)
+        totals = Totals({name: tuple(value.shape) for name, value in values.items()})
+        for batch in micro_batches(scored, self.micro_batch_tokens):
+            decoder.add_gradients(weights, batch, temperature, totals)
+        return {name: total for name in values if (total := totals.total(name)) is not None}
+
     def _with_adapter(
         self, leaves: Mapping[str, Tensor]
     ) -> tuple[Mapping[str, Any], tuple[Tensor, Tensor, float] | None]:
@@ -249,24 +281,3 @@ class LoraPolicy(ScoringModule):
             a, b = (a, slot.take(b)) if slot.axis == 0 else (slot.take(a), b)
             added.setdefault(target.param + LORA, []).append((slot.start, a, b.T, scale))
         return ChainMap(added, self._frozen), head  # pyright: ignore[reportArgumentType]
-
-
-class _Frozen(Mapping[str, Tensor]):
-    """The engine's weights, converted for a backward pass one at a time.
-
-    There is no second copy of the model.
-    """
-
-    def __init__(self, engine: InferenceEngine, dtype: torch.dtype) -> None:
-        self._params, self._dtype = engine.model.params, dtype
-        self._float32 = {p.name for p in param_table(engine.spec) if p.keep_float32}
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = numbers(self._params[name])
-        return weight.float() if name in self._float32 else weight.to(self._dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._params)
-
-    def __len__(self) -> int:
-        return len(self._params)

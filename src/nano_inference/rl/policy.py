@@ -16,11 +16,13 @@ from nano_inference.config import EngineConfig
 from nano_inference.core.sequence import POLICY
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError, InvalidRequest
+from nano_inference.models.parameters.param import ParamSpec
 from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.storage import allocate, form_of, formats_of
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import read
 from nano_inference.models.routes import RouteRecord
+from nano_inference.rl.backward.weights import LazyParams, Totals, Weights
 from nano_inference.rl.checkpoint import (
     as_stored,
     load_masters,
@@ -28,7 +30,7 @@ from nano_inference.rl.checkpoint import (
     save_checkpoint,
     save_masters,
 )
-from nano_inference.rl.divergence import Direction, Weights, divergence
+from nano_inference.rl.divergence import Direction, TorchWeights, divergence
 from nano_inference.rl.head_gradients import head_gradients
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states
@@ -41,6 +43,7 @@ from nano_inference.rl.scoring import (
 )
 from nano_inference.rl.scoring_module import (
     ScoringModule,
+    dtype_of_products,
     place_param,
     require_chosen_codes,
     sum_of_parts,
@@ -59,15 +62,17 @@ class PolicyModel(ScoringModule):
     separate weight set (`"trainer"`). Logprobs therefore equal, bit for bit, those that the engine
     reports under the same weights, and they always use the current parameters.
 
-    Backward: a forward pass in plain torch at the same cast weights is differentiated, sequence by
-    sequence in a fixed order. Every row passes through the experts that the engine's forward pass
-    chose for it. The cast passes gradients unchanged. Quantized weights
+    Backward: a forward pass at the same cast weights is differentiated, sequence by sequence in a
+    fixed order. `gradients` names the implementation: the engine's `"kernels"` for dense models on
+    the CPU backend, otherwise `"torch"`. Every row passes through the experts that the engine's
+    forward pass chose for it. The cast passes gradients unchanged. Quantized weights
     (`EngineConfig.quantization`) are used at their dequantized values, with inputs that are not
     quantized. Keys and values are rounded as the engine stores them
     (`EngineConfig.kv_cache_dtype`). Gradients pass both roundings unchanged too.
 
-    The bits of gradients do not depend on the number of threads or on the engine's options, on
-    processors for which torch selects the same kernels.
+    The bits of gradients do not depend on the number of threads or on the engine's options. Those
+    of `"kernels"` do not depend on the processor either, for one `EngineConfig.cpu_sums`. Those of
+    `"torch"` do if torch selects other kernels. `entropy` and `kl` are always computed in torch.
 
     Args:
         engine: Engine, or a configuration to build one from (`model.engine`).
@@ -76,12 +81,12 @@ class PolicyModel(ScoringModule):
         micro_batch_tokens: Number of rows whose gradients are computed together. Limits the memory
             of a backward pass and decides the order of additions: another number changes the last
             bits.
-        num_workers: Number of micro-batches computed simultaneously, each on one thread. Does not
-            affect any bit. None: the current number of torch's threads.
+        num_workers: Number of threads of a backward pass. The kernels share each operation, and
+            torch computes as many micro-batches simultaneously. Does not affect any bit. None: the
+            current number of torch's threads.
         gradient_dtype: Dtype of a backward pass's products, at the same rounded weights: float32 or
-            bfloat16. None: the engine's dtype, but float32 on processors without native bfloat16
-            products, where torch's take 8 to 50 times as long. With native ones, bfloat16 takes
-            half the time.
+            bfloat16. None: the engine's dtype. `"torch"` then uses float32 on processors without
+            native bfloat16 products, where torch's take 8 to 50 times as long.
     """
 
     def __init__(
@@ -109,7 +114,8 @@ class PolicyModel(ScoringModule):
         for name, tensor in _initial_weights(self.engine, dtype).items():
             place_param(self, name, nn.Parameter(tensor))
         self._trainer = _TrainerWeights(self.engine)
-        self._decoder = self._torch_decoder(gradient_dtype)
+        self._products = dtype_of_products(self.engine, gradient_dtype, self.gradients)
+        self._decoder = self._torch_decoder(dtype_of_products(self.engine, gradient_dtype, "torch"))
 
     def entropy(
         self,
@@ -243,8 +249,10 @@ class PolicyModel(ScoringModule):
 
         `scored` holds the gradients of the sequences' logprobs.
         """
+        if self.gradients == "kernels":
+            return self._kernel_gradients(scored, values, temperature)
 
-        def end(weights: Weights, batch: MicroBatch) -> EndGradients:
+        def end(weights: TorchWeights, batch: MicroBatch) -> EndGradients:
             matrix = weights.params[weights.decoder.head]
 
             def compute(hidden: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
@@ -256,12 +264,27 @@ class PolicyModel(ScoringModule):
 
         return self.gradients_of(scored, values, end)
 
+    def _kernel_gradients(
+        self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
+    ) -> dict[str, Tensor]:
+        table, wanted = {param.name: param for param in self._table}, self._wanted(values)
+        params = LazyParams(table, lambda name: self._cast_one(table[name], values, self._products))
+        weights, decoder = Weights(self._kernels(self._products), params), self._kernel_decoder()
+        totals = Totals({name: table[name].shape for name in wanted})
+        for batch in micro_batches(scored, self.micro_batch_tokens):
+            decoder.add_gradients(weights, batch, temperature, totals)
+        return {
+            name: whole.narrow(0, slot.start, slot.shape[0])
+            for name, slot in self._slots.items()
+            if (whole := totals.total(slot.param)) is not None
+        }
+
     @torch.no_grad()
     def gradients_of(
         self,
         scored: Iterable[ScoredSequence],
         values: Mapping[str, Tensor],
-        end: Callable[[Weights, MicroBatch], EndGradients],
+        end: Callable[[TorchWeights, MicroBatch], EndGradients],
     ) -> dict[str, Tensor]:
         """Return gradients, float32, of the parameters in `values` that require one.
 
@@ -269,7 +292,7 @@ class PolicyModel(ScoringModule):
         """
         device = torch_device(self.engine.model.device)
         weights = self.weights(values)
-        wanted = {slot.param for name, slot in self._slots.items() if values[name].requires_grad}
+        wanted = self._wanted(values)
 
         def compute(part: MicroBatch) -> dict[str, Tensor]:
             batch = part.to(device)
@@ -283,38 +306,41 @@ class PolicyModel(ScoringModule):
             if self._slots[name].param in wanted
         }
 
+    def _wanted(self, values: Mapping[str, Tensor]) -> set[str]:
+        """Return the decoder's parameters that hold one with a gradient."""
+        return {slot.param for name, slot in self._slots.items() if values[name].requires_grad}
+
     def _part(self, totals: Mapping[str, Tensor], name: str) -> Tensor:
         slot = self._slots[name]
         if slot.param not in totals:  # all gradients of logprobs were 0
             return torch.zeros(slot.shape, device=torch_device(self.engine.model.device))
         return totals[slot.param].narrow(0, slot.start, slot.shape[0])
 
-    def weights(self, values: Mapping[str, Tensor]) -> Weights:
+    def weights(self, values: Mapping[str, Tensor]) -> TorchWeights:
         """Return the decoder of the backward pass with these parameters."""
         params = self._cast(values)
         head = params[self._decoder.head].float()
-        return Weights(self.engine.spec, self._decoder, params, head)
+        return TorchWeights(self.engine.spec, self._decoder, params, head)
 
     def _cast(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the decoder's parameters as plain tensors with the engine's values.
+        """Return the decoder's parameters as plain tensors with the engine's values."""
+        products = self._decoder.dtype
+        return {param.name: self._cast_one(param, values, products) for param in self._table}
 
-        Quantized ones are dequantized.
-        """
-        model, products = self.engine.model, self._decoder.dtype
-        dtype = torch_dtype(model.dtype)
-        params: dict[str, Tensor] = {}
-        for param in self._table:
-            parts = {each.name: values[each.name].detach() for each in param.sources}
-            if form_of(model.params[param.name]) is not None:
-                parts = {
-                    name: held(model.params, self._slots[name], part)
-                    for name, part in parts.items()
-                }
-            whole = next(iter(parts.values())) if len(parts) == 1 else torch.cat([*parts.values()])
-            params[param.name] = (
-                whole.float() if param.keep_float32 else whole.to(dtype).to(products)
-            )
-        return params
+    def _cast_one(
+        self, param: ParamSpec, values: Mapping[str, Tensor], products: torch.dtype
+    ) -> Tensor:
+        """Return a parameter as a plain tensor with the engine's values, dequantized."""
+        model = self.engine.model
+        parts = {each.name: values[each.name].detach() for each in param.sources}
+        if form_of(model.params[param.name]) is not None:
+            parts = {
+                name: held(model.params, self._slots[name], part) for name, part in parts.items()
+            }
+        whole = next(iter(parts.values())) if len(parts) == 1 else torch.cat([*parts.values()])
+        if param.keep_float32:
+            return whole.float()
+        return whole.to(torch_dtype(model.dtype)).to(products)
 
 
 class _TrainerWeights:

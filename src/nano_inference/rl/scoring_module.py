@@ -18,7 +18,14 @@ from nano_inference.checkpoints.loading import cpu_multiplies_bf16
 from nano_inference.config import EngineConfig, require_count, with_plain_weights
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError
+from nano_inference.models.rope import Rotation
+from nano_inference.ops.cpu.build import best_instruction_set
+from nano_inference.ops.cpu.gradients import GradientKernels
+from nano_inference.ops.cpu.library import load
+from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ranks.parts import require_one_rank
+from nano_inference.rl.backward.coverage import Gradients, gradients_of
+from nano_inference.rl.backward.decoder import KernelDecoder
 from nano_inference.rl.micro_batch import ScoredSequence
 from nano_inference.rl.parameter_states import State, states
 from nano_inference.rl.scoring import (
@@ -63,13 +70,33 @@ class ScoringModule(nn.Module):
         require_one_rank(self.engine.runner, type(self).__name__)
         self.micro_batch_tokens, self.num_workers = micro_batch_tokens, num_workers
 
-    def _torch_decoder(self, gradient_dtype: torch.dtype | None) -> TorchDecoder:
-        """Return the model for backward. Raises `ConfigError` if its dtype is unsupported."""
-        model, products = self.engine.model, dtype_of_products(self.engine, gradient_dtype)
+    @property
+    def gradients(self) -> Gradients:
+        """Implementation of the gradients of logprobs: `"kernels"` or `"torch"`."""
+        return gradients_of(self.engine.spec, self.engine.model.ops.name)
+
+    def _torch_decoder(self, products: torch.dtype) -> TorchDecoder:
+        """Return the model for a backward pass in torch."""
+        model = self.engine.model
+        return TorchDecoder(model.spec, self._ropes(), model.embed_scale, products, self._kept())
+
+    def _kernel_decoder(self) -> KernelDecoder:
+        """Return the model for a backward pass by the kernels."""
+        model = self.engine.model
+        return KernelDecoder(model.spec, self._ropes(), model.embed_scale, self._kept())
+
+    def _kernels(self, dtype: torch.dtype) -> GradientKernels:
+        """Return the kernels of the engine's law of sums, for products of this dtype."""
+        threads = self.num_workers or torch.get_num_threads()
+        build = best_instruction_set(self.engine.model.ops.sums)
+        return GradientKernels(load(build), dtype, threads)
+
+    def _ropes(self) -> list[Rotation]:
+        return [rotation(rope) for rope in self.engine.model.ropes]
+
+    def _kept(self) -> KvFormat:
         kept = self.engine.runner.storage.format
-        kept = replace(kept, dtype=torch_dtype(kept.dtype))
-        ropes = [rotation(rope) for rope in model.ropes]
-        return TorchDecoder(model.spec, ropes, model.embed_scale, products, kept)
+        return replace(kept, dtype=torch_dtype(kept.dtype))
 
     def logprobs(
         self,
@@ -182,7 +209,9 @@ def require_chosen_codes(engine: InferenceEngine, what: str) -> None:
         )
 
 
-def dtype_of_products(engine: InferenceEngine, asked: torch.dtype | None) -> torch.dtype:
+def dtype_of_products(
+    engine: InferenceEngine, asked: torch.dtype | None, gradients: Gradients
+) -> torch.dtype:
     """Return the dtype of a backward pass's products, as `PolicyModel` documents it.
 
     Raises `ConfigError`.
@@ -190,7 +219,7 @@ def dtype_of_products(engine: InferenceEngine, asked: torch.dtype | None) -> tor
     if asked not in (None, torch.float32, torch.bfloat16):
         raise ConfigError(f"gradient_dtype={asked} must be torch.float32, torch.bfloat16 or None.")
     model = engine.model
-    native = model.device.type != "cpu" or cpu_multiplies_bf16()
+    native = gradients == "kernels" or model.device.type != "cpu" or cpu_multiplies_bf16()
     narrow = has_dtype(model, "bfloat16") and native
     return asked or (torch.bfloat16 if narrow else torch.float32)
 

@@ -1,49 +1,9 @@
 #include "rows.h"
 
 #include "attention.h"
-
-#include <cmath>
+#include "row_parts.h"
 
 namespace nano {
-namespace {
-
-inline int left(int64_t size, int64_t at) { return size - at >= LANES ? LANES : int(size - at); }
-
-template <class T>
-inline void store_as(T* p, Vec v, int n) {
-  if constexpr (sizeof(T) == 2) n == LANES ? vnarrow(p, v) : vnarrow_n(p, v, n);
-  else vstore_n(p, v, n);
-}
-
-inline Vec weight_at(const NormWeight& norm, int64_t i, int n) {
-  Vec w;
-  if (norm.is_float) {
-    w = vload_n(static_cast<const float*>(norm.data) + i, n);
-  } else {
-    bf16 some[LANES] = {};
-    memcpy(some, static_cast<const bf16*>(norm.data) + i, 2 * size_t(n));
-    w = vwiden(some);
-  }
-  return vadd(vset(norm.offset), w);
-}
-
-// 1 / rms of a row: sixteen lanes of squares, folded once. The root is computed in double, so that the norm stays
-// within 2 ulp plus half the error of that sum.
-inline float inverse_rms(const float* x, int64_t size, float eps) {
-  Vec even = vset(0.f), odd = even;
-  int64_t i = 0;
-  for (; i + 2 * LANES <= size; i += 2 * LANES) {
-    Vec a = vload(x + i), b = vload(x + i + LANES);
-    even = vfma(a, a, even), odd = vfma(b, b, odd);
-  }
-  for (; i < size; i += LANES) {
-    Vec a = vload_n(x + i, left(size, i));
-    even = vfma(a, a, even);
-  }
-  return float(1. / std::sqrt(double(vsum(vadd(even, odd))) / double(size) + double(eps)));
-}
-
-}  // namespace
 
 Vec gated(Vec gate, Vec up, Finish activation) {
   // All activations are x * sigmoid(y). GELU with tanh (arXiv:1606.08415) has y = 2 sqrt(2 / pi) (x + 0.044715 x^3).

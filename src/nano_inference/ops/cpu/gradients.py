@@ -1,0 +1,484 @@
+"""The backward pass's operations: kernels/gradients.h on tensors.
+
+Rows are contiguous. `dtype` is that of products' inputs, bfloat16 or float32. Sums and gradients
+are float32. No bit depends on the number of threads or on the instruction set.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from nano_inference.arrays import Dtype, Tensor, dtype_name, has_dtype, namespace
+from nano_inference.ops.cpu.library import struct
+from nano_inference.ops.cpu.operations import GATES, NormWeight
+from nano_inference.ops.cpu.weights import DTYPES, LANES
+from nano_inference.ops.interface import Norm
+
+GradientProduct, RotatedHeads = struct("GradientProduct"), struct("RotatedHeads")
+NormGradient, AttentionGradient = struct("NormGradient"), struct("AttentionGradient")
+LogitGradient, AdamStep = struct("LogitGradient"), struct("AdamStep")
+SPARE = 16  # numbers between rows of a turned matrix, as in kernels/gradient_attention.cpp
+MAX_HEAD_DIM = 576  # as in kernels/kv_store.h
+_BLOCK = 4096  # numbers of a sum of squares, as in kernels/adamw.cpp
+
+
+class Packed(NamedTuple):
+    """A matrix [rows, columns] in the panels that products read."""
+
+    data: Tensor
+    rows: int
+    columns: int
+
+
+class HeadShape(NamedTuple):
+    """Query heads, KV heads and numbers per head of a layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of the product that makes queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+class Rotated(NamedTuple):
+    """Queries [N, heads * D], and keys and values [N, kv heads * D]."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class Rotary(NamedTuple):
+    """Rotation of heads: tables float32 [positions, turning / 2], and the positions int64 [N]."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+    query_scales: Tensor | None
+    positions: Tensor
+
+
+class Span(NamedTuple):
+    """Attention of a segment: the batch rows of its whole path, int64 [L], of which the last
+    `num_rows` attend, and the layer's rules.
+    """
+
+    path: Tensor
+    num_rows: int
+    window: int
+    scale: float
+    cap: float
+    sinks: Tensor | None  # float32 [heads]
+
+
+class LogitRule(NamedTuple):
+    """Conversion of the head's products into levels of a softmax."""
+
+    divisor: float
+    cap: float
+    temperature: float
+
+
+class AdamRule(NamedTuple):
+    """Numbers of a step of AdamW, with the bias corrections of the step's number. `factor` is the
+    gradient's.
+    """
+
+    decay: float
+    mean_share: float
+    square_decay: float
+    square_share: float
+    step_size: float
+    root_divisor: float
+    eps: float
+    factor: float
+
+
+class GradientKernels:
+    """The backward pass's operations on `num_threads` threads."""
+
+    def __init__(self, kernels: ctypes.CDLL, dtype: Dtype, num_threads: int) -> None:
+        if dtype_name(dtype) not in DTYPES:
+            raise ValueError(f"products read {' or '.join(DTYPES)}; got {dtype}.")
+        self.kernels, self.dtype, self.num_threads = kernels, dtype, num_threads
+        self.is_bf16 = dtype_name(dtype) == "bfloat16"
+
+    def packed(self, matrix: Tensor) -> Packed:
+        """Pack a matrix [R, C] of this dtype as a weight [R, C]."""
+        rows, columns = _matrix(matrix, self.dtype)
+        data = self._panels(matrix, rows, columns)
+        arguments = data.data_ptr(), self.is_bf16, 0, rows, columns, self.num_threads
+        self.kernels.nano_pack(matrix.data_ptr(), self.is_bf16, *arguments)
+        return Packed(data, rows, columns)
+
+    def packed_turned(self, matrix: Tensor) -> Packed:
+        """Pack a matrix [R, C] of this dtype as a weight [C, R]."""
+        rows, columns = _matrix(matrix, self.dtype)
+        data = self._panels(matrix, columns, rows)
+        self.kernels.nano_pack_turned(
+            *(matrix.data_ptr(), rows, columns, data.data_ptr(), self.is_bf16, self.num_threads)
+        )
+        return Packed(data, columns, rows)
+
+    def product(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
+        """Multiply rows [N, columns] of this dtype by a weight: float32 [N, rows]."""
+        out = namespace(x).empty((len(x), weight.rows), dtype=namespace(x).float32)
+        self._multiply(x, weight, out, bias=bias)
+        return out
+
+    def add_product(
+        self, x: Tensor, weight: Packed, out: Tensor, scale: float = 1.0, bias: Tensor | None = None
+    ) -> None:
+        """Add `scale` times a product to `out`, float32 [N, rows]."""
+        self._multiply(x, weight, out, scale, bias, adds=True)
+
+    def add_outer(self, d_out: Tensor, x: Tensor, total: Tensor, scale: float = 1.0) -> None:
+        """Add `scale` times d_out.T @ x to a weight's gradient, float32 [R, C].
+
+        `d_out` is float32 [N, R] and is rounded to this dtype, `x` is [N, C] of this dtype.
+        """
+        self._multiply(self._turned(d_out), self.packed_turned(x), total, scale, adds=True)
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        """Round float32 rows to this dtype."""
+        _matrix(rows, namespace(rows).float32)
+        if not self.is_bf16:
+            return rows
+        out = namespace(rows).empty(rows.shape, dtype=self.dtype)
+        self.kernels.nano_round_rows(
+            *(rows.data_ptr(), rows.numel(), out.data_ptr(), self.num_threads)
+        )
+        return out
+
+    def norm(self, x: Tensor, norm: Norm, dtype: Dtype | None = None) -> Tensor:
+        """Normalize float32 rows [N, H], as `Ops.rms_norm`. The result has this dtype, or `dtype`
+        float32.
+        """
+        _matrix(x, namespace(x).float32)
+        out = namespace(x).empty(x.shape, dtype=dtype or self.dtype)
+        structure = _norm(norm)
+        self.kernels.nano_norm_rows(
+            *(x.data_ptr(), len(x), ctypes.addressof(structure), out.data_ptr()),
+            *(has_dtype(out, "bfloat16"), self.num_threads),
+        )
+        return out
+
+    def norm_gradient(
+        self,
+        x: Tensor,
+        norm: Norm,
+        d_out: Tensor,
+        d_x: Tensor,
+        d_weight: Tensor | None,
+        *,
+        adds: bool = False,
+        scale: float = 1.0,
+    ) -> None:
+        """Differentiate norms of runs of len(weight) numbers.
+
+        Args:
+            x: Inputs, float32 [N, runs * size], the columns of wider rows if need be.
+            norm: The norm, with a weight.
+            d_out: Gradient of the outputs, float32 like x.
+            d_x: Receives the gradient of x. It may be `d_out` itself.
+            d_weight: Gradient of the weight, float32 [size], which is added to. None: unwanted.
+            adds: Add to `d_x`.
+            scale: Factor of `d_out`.
+        """
+        structure = _norm(norm)
+        size = structure.size
+        if d_out.stride(0) != d_x.stride(0) or x.shape != d_out.shape or x.shape[1] % size:
+            raise ValueError(
+                f"a norm of {size} numbers does not fit inputs {tuple(x.shape)} with gradients "
+                f"{tuple(d_out.shape)}."
+            )
+        entry = NormGradient(
+            x=x.data_ptr(),
+            d_out=d_out.data_ptr(),
+            norm=ctypes.addressof(structure),
+            d_x=d_x.data_ptr(),
+            d_weight=_pointer(d_weight),
+            ldx=x.stride(0),
+            ldd=d_out.stride(0),
+            num_rows=len(x),
+            runs=x.shape[1] // size,
+            adds=adds,
+            num_threads=self.num_threads,
+            scale=scale,
+        )
+        self.kernels.nano_norm_gradient(ctypes.addressof(entry))
+
+    def rotate(
+        self, rows: Tensor, shape: HeadShape, rotary: Rotary, norms: tuple[Norm | None, Norm | None]
+    ) -> Rotated:
+        """Split float32 rows into queries, keys and values of this dtype. Queries and keys are
+        normed, if `norms` has their norm, and rotated.
+        """
+        xp, widths = namespace(rows), (shape.heads, shape.kv_heads, shape.kv_heads)
+        parts = [xp.empty((len(rows), n * shape.head_dim), dtype=self.dtype) for n in widths]
+        kept = [None if norm is None else _norm(norm) for norm in norms]
+        entry = self._heads(rows, shape, rotary, Rotated(*parts))
+        entry.rows = rows.data_ptr()
+        entry.query_norm, entry.key_norm = (
+            None if norm is None else ctypes.addressof(norm) for norm in kept
+        )
+        self.kernels.nano_rotate(ctypes.addressof(entry))
+        return Rotated(*parts)
+
+    def rotate_gradient(self, parts: Rotated, shape: HeadShape, rotary: Rotary) -> Tensor:
+        """Return the gradient of rows before rotation and after norms, from those of queries, keys
+        and values, all float32.
+        """
+        xp = namespace(parts.queries)
+        out = xp.empty((len(parts.queries), shape.columns), dtype=xp.float32)
+        entry = self._heads(out, shape, rotary, parts)
+        entry.d_rows = out.data_ptr()
+        self.kernels.nano_rotate_gradient(ctypes.addressof(entry))
+        return out
+
+    def attend(self, parts: Rotated, shape: HeadShape, span: Span, out: Tensor) -> None:
+        """Write the attention of a segment's rows to its rows of `out`, like the queries."""
+        entry = self._attention(parts, shape, span)
+        entry.out = out.data_ptr()
+        self.kernels.nano_attention_gradient(ctypes.addressof(entry))
+
+    def attend_gradient(
+        self,
+        parts: Rotated,
+        shape: HeadShape,
+        span: Span,
+        d_out: Tensor,
+        gradients: Rotated,
+        d_sinks: Tensor | None,
+    ) -> None:
+        """Differentiate `attend`.
+
+        Args:
+            parts: Queries, keys and values of the batch, of this dtype.
+            shape: Sizes.
+            span: Segment.
+            d_out: Gradient of the output, of this dtype.
+            gradients: Float32 like `parts`: those of the segment's queries are written, those of
+                keys and values are added to.
+            d_sinks: Float32 [heads], which is added to. None: unwanted.
+        """
+        entry = self._attention(parts, shape, span)
+        entry.d_out, entry.d_sinks = d_out.data_ptr(), _pointer(d_sinks)
+        entry.d_q, entry.d_k, entry.d_v = (each.data_ptr() for each in gradients)
+        self.kernels.nano_attention_gradient(ctypes.addressof(entry))
+
+    def gate(self, x: Tensor, activation: str) -> Tensor:
+        """Compute `Ops.gate` of float32 [N, 2 * I]: [N, I] of this dtype."""
+        rows, columns = _matrix(x, namespace(x).float32)
+        out = namespace(x).empty((rows, columns // 2), dtype=self.dtype)
+        self.kernels.nano_gate_rows(
+            *(x.data_ptr(), rows, columns // 2, GATES[activation], out.data_ptr()),
+            *(self.is_bf16, self.num_threads),
+        )
+        return out
+
+    def gate_gradient(self, x: Tensor, activation: str, d_out: Tensor) -> Tensor:
+        """Differentiate `gate`: float32 [N, I] -> [N, 2 * I]."""
+        rows, columns = _matrix(x, namespace(x).float32)
+        out = namespace(x).empty(x.shape, dtype=d_out.dtype)
+        self.kernels.nano_gate_gradient(
+            *(x.data_ptr(), d_out.data_ptr(), rows, columns // 2, GATES[activation]),
+            *(out.data_ptr(), self.num_threads),
+        )
+        return out
+
+    def add_columns(self, rows: Tensor, total: Tensor) -> None:
+        """Add the sum of float32 rows [N, C] to `total` [C]."""
+        self.kernels.nano_add_columns(
+            *(rows.data_ptr(), *_matrix(rows, total.dtype), total.data_ptr(), self.num_threads)
+        )
+
+    def add_rows(self, rows: Tensor, ids: Tensor, total: Tensor, scale: float = 1.0) -> None:
+        """Add `scale` times each float32 row [N, C] to row ids[i] of `total` [R, C], in order."""
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(total):
+            raise ValueError(f"row ids are not within the {len(total)} rows of the total.")
+        self.kernels.nano_add_rows(
+            *(rows.data_ptr(), ids.data_ptr(), *_matrix(rows, total.dtype), scale),
+            *(total.data_ptr(), self.num_threads),
+        )
+
+    def logit_gradient(
+        self, logits: Tensor, targets: tuple[Tensor, Tensor, Tensor], masks: Any, rule: LogitRule
+    ) -> None:
+        """Replace products of the head, float32 [R, V], by the gradients with respect to them.
+
+        Args:
+            logits: Products.
+            targets: First target of each row and the end, int64 [R + 1]; token ids, int64 [P],
+                rising in each row; gradients of their logprobs, float32 [P].
+            masks: Row of the words of each row's mask, int64 [R], -1 for none, and the words, int32
+                [M, W].
+            rule: Conversion into levels.
+        """
+        rows, vocab = _matrix(logits, namespace(logits).float32)
+        mask_rows, words = masks
+        first, ids, gradients = targets
+        entry = LogitGradient(
+            logits=logits.data_ptr(),
+            first_targets=first.data_ptr(),
+            targets=ids.data_ptr(),
+            gradients=gradients.data_ptr(),
+            mask_rows=mask_rows.data_ptr(),
+            mask_words=words.data_ptr(),
+            mask_width=words.shape[1] if words.numel() else 0,
+            num_rows=rows,
+            vocab=vocab,
+            num_threads=self.num_threads,
+            **rule._asdict(),
+        )
+        self.kernels.nano_logit_gradient(ctypes.addressof(entry))
+
+    def adam_step(
+        self, param: Tensor, gradient: Tensor, moments: Mapping[str, Tensor], rule: AdamRule
+    ) -> None:
+        """Update a parameter of this dtype and its moments in place.
+
+        `moments` are `mean` and `square`, and `largest` for AMSGrad.
+        """
+        tensors = {"param": param, "gradient": gradient, **moments}
+        for name, tensor in tensors.items():
+            if tensor.dtype != self.dtype or not tensor.is_contiguous():
+                raise ValueError(f"{name} must be contiguous {self.dtype}; got {tensor.dtype}.")
+            if tensor.numel() != param.numel():
+                raise ValueError(f"{name} has {tensor.numel()} numbers, param {param.numel()}.")
+        entry = AdamStep(
+            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+            count=param.numel(),
+            is_bf16=self.is_bf16,
+            num_threads=self.num_threads,
+            **rule._asdict(),
+        )
+        self.kernels.nano_adamw(ctypes.addressof(entry))
+
+    def sum_of_squares(self, x: Tensor) -> float:
+        """Return the sum of squares of a tensor of this dtype, in float64."""
+        if x.dtype != self.dtype or not x.is_contiguous():
+            raise ValueError(f"the tensor must be contiguous {self.dtype}; got {x.dtype}.")
+        blocks = (ctypes.c_double * max(1, -(-x.numel() // _BLOCK)))()
+        return self.kernels.nano_sum_of_squares(
+            *(x.data_ptr(), x.numel(), self.is_bf16, blocks, self.num_threads)
+        )
+
+    def _panels(self, like: Tensor, rows: int, columns: int) -> Tensor:
+        padded = -(-columns // 2) * 2 if self.is_bf16 else columns
+        shape = (-(-rows // LANES), padded * LANES)
+        # the padding of the last panel and column must be zeros
+        whole = rows % LANES == 0 and padded == columns
+        make = namespace(like).empty if whole else namespace(like).zeros
+        return make(shape, dtype=self.dtype)
+
+    def _turned(self, source: Tensor) -> Tensor:
+        """Return float32 [R, C] as [C, R] of this dtype, with rows SPARE numbers apart."""
+        rows, columns = _matrix(source, namespace(source).float32)
+        out = namespace(source).empty((columns, rows + SPARE), dtype=self.dtype)
+        self.kernels.nano_turn(
+            *(source.data_ptr(), rows, columns, out.data_ptr(), rows + SPARE),
+            *(self.is_bf16, self.num_threads),
+        )
+        return out[:, :rows]
+
+    def _multiply(
+        self,
+        x: Tensor,
+        weight: Packed,
+        out: Tensor,
+        scale: float = 1.0,
+        bias: Tensor | None = None,
+        adds: bool = False,
+    ) -> None:
+        shape = (len(x), weight.rows)
+        if x.shape[1] != weight.columns or tuple(out.shape) != shape or x.dtype != self.dtype:
+            raise ValueError(
+                f"rows {tuple(x.shape)} {x.dtype} and a weight {weight[1:]} of {self.dtype} do not "
+                f"give {tuple(out.shape)}."
+            )
+        if x.stride(1) != 1 or out.stride(1) != 1 or not has_dtype(out, "float32"):
+            raise ValueError("rows must be contiguous, and the output float32.")
+        entry = GradientProduct(
+            x=x.data_ptr(),
+            weight=weight.data.data_ptr(),
+            bias=_pointer(bias),
+            out=out.data_ptr(),
+            ldx=x.stride(0),
+            num_rows=len(x),
+            rows=weight.rows,
+            columns=weight.columns,
+            ldo=out.stride(0),
+            adds=adds,
+            is_bf16=self.is_bf16,
+            num_threads=self.num_threads,
+            scale=scale,
+        )
+        self.kernels.nano_gradient_product(ctypes.addressof(entry))
+
+    def _heads(self, rows: Tensor, shape: HeadShape, rotary: Rotary, parts: Rotated) -> Any:
+        if rows.shape[1] != shape.columns or shape.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"rows of {rows.shape[1]} numbers do not hold {shape}.")
+        return RotatedHeads(
+            cos=rotary.cos.data_ptr(),
+            sin=rotary.sin.data_ptr(),
+            query_scales=_pointer(rotary.query_scales),
+            positions=rotary.positions.data_ptr(),
+            queries=parts.queries.data_ptr(),
+            keys=parts.keys.data_ptr(),
+            values=parts.values.data_ptr(),
+            num_rows=len(rows),
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            turning=2 * rotary.cos.shape[1],
+            interleaved=rotary.interleaved,
+            is_bf16=self.is_bf16,
+            num_threads=self.num_threads,
+        )
+
+    def _attention(self, parts: Rotated, shape: HeadShape, span: Span) -> Any:
+        if parts.queries.dtype != self.dtype:
+            raise ValueError(f"queries must be {self.dtype}; got {parts.queries.dtype}.")
+        return AttentionGradient(
+            q=parts.queries.data_ptr(),
+            k=parts.keys.data_ptr(),
+            v=parts.values.data_ptr(),
+            path=span.path.data_ptr(),
+            sinks=_pointer(span.sinks),
+            num_rows=span.num_rows,
+            length=len(span.path),
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            window=span.window,
+            is_bf16=self.is_bf16,
+            num_threads=self.num_threads,
+            scale=span.scale,
+            cap=span.cap,
+        )
+
+
+def _matrix(tensor: Tensor, dtype: Dtype) -> tuple[int, int]:
+    """Return the shape of a contiguous matrix of a dtype. Raise `ValueError`."""
+    if tensor.dim() != 2 or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"a contiguous {dtype} matrix is needed; got {tensor.dtype} {tuple(tensor.shape)}."
+        )
+    rows, columns = tensor.shape
+    return rows, columns
+
+
+def _norm(norm: Norm) -> Any:
+    """Return the structure of a norm. Its pointer is valid as long as the weight lives."""
+    if norm.weight is None:
+        return NormWeight(None, 0, False, norm.eps, norm.offset)
+    is_float, size = has_dtype(norm.weight, "float32"), len(norm.weight)
+    return NormWeight(norm.weight.data_ptr(), size, is_float, norm.eps, norm.offset)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,106 @@
+"""Weights and gradients of a backward pass by the kernels."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_inference.ops.cpu.gradients import GradientKernels, Packed
+
+
+class LazyParams(Mapping[str, Tensor]):
+    """Parameters of a decoder, each converted when it is read. There is no copy of all of them."""
+
+    def __init__(self, names: Iterable[str], convert: Callable[[str], Tensor]) -> None:
+        self._names, self._convert = dict.fromkeys(names), convert
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._convert(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without a conversion
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class AdapterPart(NamedTuple):
+    """An adapter's addition to some columns of a product: scale * B (A x)."""
+
+    first: int  # first of the columns
+    a: Tensor  # float32 [rank, in]
+    b: Tensor  # float32 [columns, rank]
+    scale: float
+    a_name: str
+    b_name: str
+
+    def columns_of(self, rows: Tensor) -> Tensor:
+        """Return the part's columns of a product's rows, as a view."""
+        return rows[:, self.first : self.first + len(self.b)]
+
+
+class Weights:
+    """Weights of a decoder, packed once for all micro-batches of a backward pass.
+
+    Attributes:
+        kernels: Operations.
+        exact: Operations in float32, for adapters.
+        params: Parameters by the decoder's names; matrices in the dtype of products.
+        adapters: Additions to products by the names of their weights.
+    """
+
+    def __init__(
+        self,
+        kernels: GradientKernels,
+        params: Mapping[str, Tensor],
+        adapters: Mapping[str, Sequence[AdapterPart]] | None = None,
+    ) -> None:
+        self.kernels, self.params, self.adapters = kernels, params, adapters or {}
+        self.exact = GradientKernels(kernels.kernels, torch.float32, kernels.num_threads)
+        self._packed: dict[str, Packed] = {}
+        self._turned: dict[str, Packed] = {}
+        self._plain: dict[str, Tensor] = {}
+
+    def forward(self, name: str) -> Packed:
+        """Return a matrix [R, C] as the weight of a forward product."""
+        if name not in self._packed:
+            self._packed[name] = self.kernels.packed(self.params[name].contiguous())
+        return self._packed[name]
+
+    def backward(self, name: str) -> Packed:
+        """Return a matrix [R, C] as the weight [C, R] of its product's gradient."""
+        if name not in self._turned:
+            self._turned[name] = self.kernels.packed_turned(self.params[name].contiguous())
+        return self._turned[name]
+
+    def vector(self, name: str) -> Tensor | None:
+        """Return a norm's weight, a bias or sinks. None: the model has none."""
+        return self.plain(name) if name in self.params else None
+
+    def plain(self, name: str) -> Tensor:
+        """Return a parameter as it is."""
+        if name not in self._plain:
+            self._plain[name] = self.params[name].contiguous()
+        return self._plain[name]
+
+
+class Totals:
+    """Gradients of the wanted parameters, float32, to which micro-batches add in their order."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        self._totals: dict[str, Tensor] = {}
+
+    def total(self, name: str) -> Tensor | None:
+        """Return the gradient of a parameter. None: it is unwanted."""
+        if name not in self.shapes:
+            return None
+        if name not in self._totals:
+            self._totals[name] = torch.zeros(self.shapes[name])
+        return self._totals[name]
