@@ -11,13 +11,19 @@ from nano_train.config import OptimizerTable
 
 
 def make_optimizer(params: Iterable[nn.Parameter], table: OptimizerTable) -> torch.optim.Optimizer:
-    """Return the optimizer of a run. Nothing else in this package knows which one it is."""
-    return AdamW(
+    """Return the optimizer of a run. Nothing else in this package knows which one it is.
+
+    On CPUs its bits do not depend on the processor. On a GPU it is torch's.
+    """
+    params = list(params)
+    kind = AdamW if _on_cpus(params) else torch.optim.AdamW
+    return kind(
         params,
         lr=table.learning_rate,
         betas=(table.beta1, table.beta2),
         eps=table.epsilon,
         weight_decay=table.weight_decay,
+        foreach=False,
     )
 
 
@@ -30,7 +36,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, table: OptimizerTable, s
 
 def clip_gradients(params: Iterable[nn.Parameter], most: float) -> float:
     """Scale gradients down to a norm of at most `most`, and return the norm before."""
-    return float(clip_grad_norm_(params, most))
+    params = list(params)
+    clip = clip_grad_norm_ if _on_cpus(params) else nn.utils.clip_grad_norm_
+    return float(clip(params, most))
+
+
+def _on_cpus(params: Iterable[nn.Parameter]) -> bool:
+    return all(param.device.type == "cpu" for param in params)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """`nano-inference runs`: list and show runs, open a step, find a difference, edit a step."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,7 +124,8 @@ def bisect(
     second = None if other is None else _read(other)
     finding = repeat(read, first, last) if second is None else compare_runs(read, second)
     if finding is None:
-        output.print("no difference")
+        compared = [read] if second is None else [read, second]
+        output.print(_no_difference(compared), soft_wrap=True, markup=False)
         return
     output.print(str(finding), soft_wrap=True, markup=False)
     for compared in (read, second) if second is not None and recompute else ():
@@ -131,6 +133,15 @@ def bisect(
         line = f"{compared.folder.path} {agrees} with a repetition of step {finding.step}"
         output.print(line, soft_wrap=True, markup=False)
     raise typer.Exit(1)
+
+
+def _no_difference(compared: "Sequence[_Run]") -> str:
+    """Return the line for equal runs, which names the shorter one."""
+    steps = [len(run.folder.steps()) for run in compared]
+    if len({*steps}) == 1:
+        return "no difference"
+    shorter = compared[steps.index(min(steps))].folder.path
+    return f"no difference in the first {min(steps)} steps; {shorter} ends there"
 
 
 @runs.command("edit")

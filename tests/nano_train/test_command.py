@@ -1,5 +1,6 @@
 """`train` and `runs` from the command line."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,16 @@ def test_runs_bisect_answers_by_its_exit_code(folder: Path, tmp_path: Path) -> N
     wrong = run("runs", "bisect", str(folder / "first"), str(folder / "other"), "--first", "1")
     assert wrong.exit_code == 2
     assert run("runs", "bisect", str(tmp_path)).exit_code == 2
+
+
+def test_runs_bisect_names_the_shorter_run(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "first", tmp_path / "short")
+    steps = tmp_path / "short" / "steps.jsonl"
+    steps.write_text(steps.read_text().splitlines(keepends=True)[0])
+    done = run("runs", "bisect", str(folder / "first"), str(tmp_path / "short"))
+    assert done.exit_code == 0, done.output
+    text = f"no difference in the first 1 steps; {tmp_path / 'short'} ends there"
+    assert done.stdout.replace("\n", "") == text
 
 
 @pytest.mark.parametrize(
