@@ -213,7 +213,7 @@ def test_non_finite_numbers_survive_json(tmp_path: Path) -> None:
     assert row["logprobs"] == [None, "Infinity", "-Infinity", 0.0]
     assert row["stop_reason"] == {"int": None, "str": "x"}
     assert repr(data.read_jsonl(tmp_path / "a.jsonl")) == repr([sample])
-    assert files._strict([{"logprobs": [math.nan, -math.inf]}]) == [
+    assert kinds.strict([{"logprobs": [math.nan, -math.inf]}]) == [
         {"logprobs": [None, "-Infinity"]}
     ]
 

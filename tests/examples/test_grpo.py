@@ -129,11 +129,12 @@ def test_runs_under_different_options_reach_the_same_checkpoint(model: str) -> N
 
 def test_adapter_runs_reach_the_same_checkpoint(model: str) -> None:
     lora = {"lora": {"rank": 4, "alpha": 32.0}, "optimizer": {"learning_rate": 0.02}}
-    roomy, tight = (run(model, options, **lora) for options in (ROOMY, TIGHT))
+    roomy, tight = (run(model, options, steps=8, **lora) for options in (ROOMY, TIGHT))
     assert tight.preemptions > 0
     assert tight.sha256 == roomy.sha256
     assert [each.reward for each in tight.steps] == [each.reward for each in roomy.steps]
-    assert (roomy.steps[-1].held_out or 0) > (roomy.steps[0].held_out or 0)  # the policy learns
+    first, last = (step.held_out or 0 for step in (roomy.steps[0], roomy.steps[-1]))
+    assert last > first + 0.1  # the policy learns
     assert all(step.mismatch == 0 for step in roomy.steps)
 
 

@@ -95,7 +95,7 @@ COMMANDS = {
     ),
     "verify": Row(
         "nano_inference.cli.verify:verify",
-        "Verify receipts of samples.",
+        "Verify receipts of samples: true, forged or not verifiable here.",
         error_code=2,
     ),
     "bench": Row(

@@ -1,6 +1,6 @@
 """The public engine: intake, threads and lifecycle, delivery, weight updates, adapters, scoring.
 
-Imports only from: checkpoints, core, device, drafts, kv_cache, models, ops, ranks, sampling,
+Imports only from: checkpoints, core, data, device, drafts, kv_cache, models, ops, ranks, sampling,
 structured, text, weights.
 Begin with: engine.py, then shared_loop.py.
 Tests: tests/engine.

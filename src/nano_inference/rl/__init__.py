@@ -1,7 +1,7 @@
 """Training: the engine's logprobs bit for bit, gradients, replays, and reports on other trainers.
 
 Imports only from: checkpoints, core, data, device, drafts, engine, models, ops, parallel, ranks,
-sampling, structured, weights.
+sampling, structured, text, weights.
 """
 
 from typing import TYPE_CHECKING

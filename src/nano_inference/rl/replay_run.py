@@ -273,7 +273,7 @@ class Run:
         if not length:
             return sample
         if not (self._stops and self.diverged):
-            # otherwise a token that nobody drew would equal the sample's
+            # otherwise a token without a draw would equal the sample's
             assert len(drawn) == sum(self.sampled), "a token was not drawn"
         width = 4 * len(params.logprob_token_ids)
         unknown = np.full(len(params.logprob_token_ids), math.nan, "<f4").tobytes()

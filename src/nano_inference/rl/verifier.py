@@ -1,7 +1,7 @@
 """`verify`: check receipts of samples, and compute each sample again in one pass over its tokens.
 
-A receipt by itself shows only that nothing was changed after it was made, because its chain can be
-computed by anybody. The proof is the computation: each token is drawn again from its row, with the
+A receipt by itself shows only that nothing was changed after it was made, because every program can
+compute its chain. The proof is the computation: each token is drawn again from its row, with the
 noise of its seed and position, under weights whose hash is the receipt's (docs/receipts.md).
 """
 
