@@ -27,7 +27,7 @@ from nano_inference import (
     VersionSpan,
     data,
 )
-from nano_inference.data import DataError, files, kinds
+from nano_inference.data import DataError, kinds
 from tests.depth import at_depth
 
 SIGNED = st.integers(-(2**63), 2**63 - 1)

@@ -30,7 +30,8 @@ SHAPES = ((3, 5), (7,), (2, 2))
 
 def together(size: int, run: Callable[[Workers], Any], patience: float = 30.0) -> list[Any]:
     """Return each worker's result or exception. Workers are threads with real gloo groups."""
-    store, results = dist.HashStore(), [None] * size
+    store = dist.HashStore()
+    results: list[Any] = [None] * size
 
     def work(rank: int) -> None:
         try:

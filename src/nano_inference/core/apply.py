@@ -391,6 +391,7 @@ def training_samples(
             prompt_top_logprobs=(_NOTHING, *seq.score_best) if params.prompt_top_logprobs else None,
             routed_experts=None if isinstance(experts, str) else experts,
             routed_experts_unknown=experts if isinstance(experts, str) else None,
+            receipt=None,  # the loop adds it
             **named_logprobs(seq),
         )
         for index in range(seq.sample_index, seq.sample_index + seq.num_samples)
