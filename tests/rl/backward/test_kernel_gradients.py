@@ -1,5 +1,6 @@
 """Gradients of `PolicyModel` by the kernels: their coverage, their values and their bits."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,8 +125,10 @@ def test_gradients_of_shared_prefixes_equal_torch(
     ours = gradients(strong, sequences, temperature=temperature)
     with pytest.MonkeyPatch.context() as patch:
         theirs = by_torch(strong, patch, sequences=sequences, temperature=temperature)
+    whole = math.hypot(*(float(grad.norm()) for grad in theirs.values()))
     for name, grad in theirs.items():
-        assert float((ours[name] - grad).norm()) <= 2e-5 * float(grad.norm()) + 1e-6
+        # Equal tokens have a q_proj gradient of 0, which torch gives as rounding errors of others.
+        assert float((ours[name] - grad).norm()) <= 2e-5 * float(grad.norm()) + 2e-6 * whole, name
 
 
 def test_gradients_equal_finite_differences(strong: PolicyModel) -> None:
