@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nano_inference import TrainingSample
+from nano_inference.rl import exact_sum, portable_exp
 from nano_train.methods import Method
 
 
@@ -82,10 +83,11 @@ def reward_loss(
     total = torch.zeros(())
     for sample, current, advantage in zip(samples, logprobs, advantages, strict=True):
         terms = _terms(method, current, torch.tensor(sample.logprobs), advantage)
-        total = total + terms.sum() * weight_of(len(terms))
+        total = total + exact_sum(terms) * weight_of(len(terms))
         if kl:
             apart = torch.tensor(sample.ref_logprobs) - current
-            total = total + (apart.exp() - apart - 1).sum() * (kl * weight_of(len(current)))
+            distance = exact_sum(portable_exp(apart) - apart - 1)
+            total = total + distance * (kl * weight_of(len(current)))
     return total
 
 
@@ -94,6 +96,8 @@ def _terms(method: Method, current: Tensor, sampler: Tensor, advantage: float) -
     if method.ratio == "none":
         return -advantage * current
     log_ratio = current - sampler
-    ratio = (log_ratio.mean()[None] if method.ratio == "sequence" else log_ratio).exp()
+    if method.ratio == "sequence":
+        log_ratio = exact_sum(log_ratio)[None] / len(log_ratio)
+    ratio = portable_exp(log_ratio)
     clipped = ratio.clamp(1 - method.clip_low, 1 + method.clip_high)
     return -torch.minimum(ratio * advantage, clipped * advantage)

@@ -1,9 +1,9 @@
 """A training run step by step: collect samples, update the weights.
 
 This is the loop to read and to copy. It knows no files: `run.py` keeps a folder around it. At every
-token, trainer and engine compute the same logprob bit for bit, which each step checks. On one kind
-of processor all bits follow from configuration and task: batch sizes, caches, threads and
-interruptions change none of them.
+token, trainer and engine compute the same logprob bit for bit, which each step checks. On CPUs all
+bits follow from configuration and task (`numerics` names the exceptions): processors, batch sizes,
+caches, threads and interruptions change none of them.
 """
 
 import time
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.rl import LoraPolicy, PolicyModel
+from nano_inference.rl import LoraPolicy, PolicyModel, exact_sum
 from nano_train import hashes
 from nano_train.config import RunConfig
 from nano_train.losses import advantages, mean, reward_loss
@@ -78,11 +78,11 @@ class Trainer:
 
     @property
     def numerics(self) -> str:
-        """Description of everything but configuration and task that decides bits: the engine's
-        numerics, and torch with its instruction set, which compute gradients.
-        """
-        kernels = torch.backends.cpu.get_cpu_capability()
-        return f"{self.engine.numerics.fingerprint} torch-{torch.__version__} {kernels}"
+        """Numerics that decide bits: the engine's, and torch's if it computes gradients."""
+        engine = self.engine.numerics.fingerprint
+        if self.policy.gradients == "kernels" and self.teacher is None:
+            return engine
+        return f"{engine} torch-{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
 
     def _load(self, start: State) -> None:
         if start.numerics != self.numerics:
@@ -173,7 +173,7 @@ class Trainer:
                 from_position=starts,
                 temperature=temperature,
             )
-            return torch.stack([value.sum() for value in values]).sum() / tokens, values, None
+            return exact_sum(torch.cat(values)) / tokens, values, None
         values = self.policy.logprobs(
             sequences,
             from_position=starts,
@@ -181,7 +181,7 @@ class Trainer:
             grammar=self.task.grammar,
         )
         if self.method.kind == "sft":
-            return -torch.stack([value.sum() for value in values]).sum() / tokens, values, None
+            return -exact_sum(torch.cat(values)) / tokens, values, None
         mismatch = self._mismatch(batch, values) if compared else None
         loss = reward_loss(
             *(self.method, samples, values, batch.advantages),

@@ -954,6 +954,13 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/rl/test_gradients.py -k smollm2",
     ),
     Fault(
+        "processor_decides_exponentials",
+        "src/nano_inference/rl/portable.py",
+        old="out = (out * scale.view(torch.float64)).float()",
+        new="out = values.exp()",
+        seen_by="tests/rl/test_portable.py -k recorded",
+    ),
+    Fault(
         "trl_mask_covers_the_padding",
         "src/nano_inference/rl/trl.py",
         old="mask[row, span] = 1",

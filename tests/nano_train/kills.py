@@ -24,14 +24,18 @@ MOST_EVENTS = 20  # of a life
 PAUSE = 0.001  # seconds between two looks
 
 
-def spawn(file: Path, out: Path, *options: str) -> "subprocess.Popen[bytes]":
+def spawn(
+    file: Path, out: Path, *options: str, other_processor: bool = False
+) -> "subprocess.Popen[bytes]":
     """Begin or resume a run in a process."""
-    command = [sys.executable, "-W", "ignore", "-m", "nano_inference", "train", str(file)]
+    module = "tests.nano_train.other_processor" if other_processor else "nano_inference"
+    changes = {"ATEN_CPU_CAPABILITY": "default"} if other_processor else {}
+    command = [sys.executable, "-W", "ignore", "-m", module, "train", str(file)]
     return subprocess.Popen(
         [*command, "--out", str(out), *options],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | changes,
     )
 
 

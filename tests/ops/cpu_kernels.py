@@ -2,6 +2,8 @@
 
 import ctypes
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from torch import Tensor
@@ -41,6 +43,16 @@ def kernels(name: str | None = None) -> ctypes.CDLL:
         return load(name)
     except build.KernelsUnavailable as problem:
         pytest.skip(str(problem))
+
+
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """Make engines use one instruction set."""
+    kernels(name)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("ops.cpu.build", "ops.cpu.backend", "ops.cpu.library", "rl.scoring_module"):
+            patch.setattr(f"nano_inference.{module}.best_instruction_set", lambda *_: name)
+        yield
 
 
 def as_packed(weight: Tensor) -> PackedWeight:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nano_inference.rl.comparison import differences
     from nano_inference.rl.lora import LoraPolicy
     from nano_inference.rl.policy import PolicyModel
+    from nano_inference.rl.portable import exact_sum, portable_exp
     from nano_inference.rl.replayer import replay
     from nano_inference.rl.report import MismatchReport, mismatch_report
     from nano_inference.rl.scoring import score, top_tokens
@@ -29,8 +30,10 @@ __all__ = [
     "Workers",
     "clip_grad_norm_",
     "differences",
+    "exact_sum",
     "mismatch_report",
     "misplaced",
+    "portable_exp",
     "replay",
     "score",
     "top_tokens",
@@ -47,8 +50,10 @@ _MODULES = {
     "Workers": "workers",
     "clip_grad_norm_": "adamw",
     "differences": "comparison",
+    "exact_sum": "portable",
     "mismatch_report": "report",
     "misplaced": "verifier",
+    "portable_exp": "portable",
     "replay": "replayer",
     "score": "scoring",
     "top_tokens": "scoring",

@@ -110,7 +110,8 @@ class LoraPolicy(ScoringModule):
         for target in self._targets:
             out, width = target.slot.shape
             bound = 1 / math.sqrt(width)
-            a = torch.empty(settings.rank, width).uniform_(-bound, bound, generator=generator)
+            # `uniform_` of another range would round once on some processors, twice on others
+            a = torch.rand(settings.rank, width, generator=generator) * (2 * bound) - bound
             place_param(self, f"{PREFIX}{target.module}.{_A}", nn.Parameter(a))
             b = torch.zeros(out, settings.rank)
             place_param(self, f"{PREFIX}{target.module}.{_B}", nn.Parameter(b))

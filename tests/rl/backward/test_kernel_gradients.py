@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.models.families import CASES
 from tests.models.strong import strong_model
 from tests.models.tiny import FAMILIES, tiny_llama, tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
-from tests.ops.cpu_kernels import available, kernels
+from tests.ops.cpu_kernels import available, instruction_set
 from tests.rl.training import SEQUENCES, build, coefficients, gradients, weighted_sum
 
 pytestmark = NEEDS_COMPILER
@@ -56,16 +55,6 @@ def test_gradients_of_covered_families_equal_torch(
             model = PolicyModel(engine, micro_batch_tokens=64, gradient_dtype=products)
             assert model.gradients == "kernels"
             assert 0 < worst(gradients(model, temperature=0.8), theirs) < error
-
-
-@contextmanager
-def instruction_set(name: str) -> Iterator[None]:
-    """Make engines use one instruction set."""
-    kernels(name)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("ops.cpu.build", "ops.cpu.backend", "ops.cpu.library", "rl.scoring_module"):
-            patch.setattr(f"nano_inference.{module}.best_instruction_set", lambda *_: name)
-        yield
 
 
 @DTYPES
