@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from nano_bench.report_page import Page, Pieces
 from nano_inference.cli import Debug, errors, write_file
+from nano_inference.cli.pages import SampleBlock, encoded, html_page, pieces_of_folder, text_of
 from nano_inference.errors import ConfigError, InvalidRequest
 
 SHOWN_REASONS = 5
@@ -52,27 +52,23 @@ def report(
     """
     if out.exists() and out.samefile(file):
         raise ConfigError(f"{out} is the file of samples; choose another --output.")
-    page = Page(None if tokenizer is None else _pieces(tokenizer), trainer_column)
+    block = SampleBlock(None if tokenizer is None else pieces_of_folder(tokenizer), trainer_column)
     with errors.status(f"reading {file}"), file.open("rb") as lines:
-        page.read(lines)
-    for reason in page.reasons[:SHOWN_REASONS]:
+        block.read(lines)
+    for reason in block.reasons[:SHOWN_REASONS]:
         errors.print(reason, markup=False, soft_wrap=True)
-    if not page.count:
-        raise InvalidRequest(f"{file} has no readable samples ({page.refused} lines).")
-    write_file(out, page.html(title or file.name))
-    errors.print(f"{page.count:,} samples, {page.refused:,} skipped lines: {out}", soft_wrap=True)
+    if not block.count:
+        raise InvalidRequest(f"{file} has no readable samples ({block.refused} lines).")
+    write_file(out, page_of(block, title or file.name))
+    errors.print(f"{block.count:,} samples, {block.refused:,} skipped lines: {out}", soft_wrap=True)
 
 
-def _pieces(folder: Path) -> Pieces:
-    from nano_inference.text import Detokenizer, load_tokenizer
-
-    loaded = load_tokenizer(folder)
-
-    def pieces(ids: list[int]) -> list[str]:
-        detokenizer = Detokenizer(loaded, skip_special_tokens=False)
-        texts = [detokenizer.push((token_id,)) for token_id in ids]
-        if texts:
-            texts[-1] += detokenizer.finish()
-        return texts
-
-    return pieces
+def page_of(block: SampleBlock, title: str) -> str:
+    """Return the page of a block of samples."""
+    return html_page(
+        title,
+        body=text_of("samples.html"),
+        style=text_of("samples.css"),
+        script=text_of("samples.js") + 'load(contentOf("data"));\n',
+        data={"data": encoded(block.content())},
+    )

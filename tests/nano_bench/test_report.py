@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from nano_bench.report_page import MOST_REASONS, Page
+from nano_bench.report import page_of
+from nano_inference.cli.pages import MOST_REASONS, SampleBlock
 from tests.cli.running import FAST, run
 
 EVIL = "</script><script>document.title='hacked'</script><img src=x onerror=alert(1)>&\u2028"
@@ -23,12 +24,12 @@ def row(**fields: Any) -> dict[str, Any]:
     return base | fields
 
 
-def page_of(*lines: Any) -> Page:
-    page = Page()
-    page.read(
+def block_of(*lines: Any) -> SampleBlock:
+    block = SampleBlock()
+    block.read(
         each if isinstance(each, bytes) else json.dumps(each).encode() + b"\n" for each in lines
     )
-    return page
+    return block
 
 
 def data_of(text: str) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def test_samples_of_generate(folders: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_row_fields_are_checked() -> None:
-    page = page_of(
+    block = block_of(
         row(reward=1, advantage=0.5, weight_version=3, finish_reason="stop", sample_index=0),
         row(trainer_logprobs=[-0.1, None], loss_mask=[False, True], advantage=[1, -1]),
         row(
@@ -77,8 +78,8 @@ def test_row_fields_are_checked() -> None:
         {"completion_tokens": [5], "prompt_tokens": [1, 2], "logprobs": ["-Infinity"]},
         row(group="other"),
     )
-    assert (page.refused, page.count) == (0, 6)
-    data = data_of(page.html("t"))
+    assert (block.refused, block.count) == (0, 6)
+    data = data_of(page_of(block, "t"))
     assert data["groups"] == ["2 + 2 =", "user: hi", "1 2", "2 + 2 ="]
     assert data["samples"][0] == [0, 0, 2, 1, 0, "stop", 3, 1.0, 0.5, None, None]
     assert data["samples"][2][-1] == [[1, 0, 1], [2, 1, 2]]
@@ -109,26 +110,28 @@ def test_row_fields_are_checked() -> None:
         (row(weight_versions=[3]), "weight_versions"),
         (row(finish_reason=3), "finish_reason"),
         (row(prompt_tokens="ab"), "prompt_tokens"),
+        (row(prompt_tokens=[-1]), "prompt_tokens must be token ids"),
+        ({"completion_tokens": [2**32]}, "completion_tokens must be token ids"),
         (row(advantage=[1]), "advantage must be a list"),
     ],
 )
 def test_rows_that_cannot_be_read_are_listed_and_leave_no_trace(bad: Any, said: str) -> None:
-    page = page_of(row(), bad)
-    assert (page.count, page.refused) == (1, 1)
-    assert re.search(f"line 2: .*{said}", page.reasons[0]), page.reasons
-    assert data_of(page.html("t")) | {"refused": None} == data_of(page_of(row()).html("t")) | {
-        "refused": None
-    }
+    block = block_of(row(), bad)
+    assert (block.count, block.refused) == (1, 1)
+    assert re.search(f"line 2: .*{said}", block.reasons[0]), block.reasons
+    assert data_of(page_of(block, "t")) | {"refused": None} == data_of(
+        page_of(block_of(row()), "t")
+    ) | {"refused": None}
 
 
 def test_reasons_are_bounded_and_counted() -> None:
-    page = page_of(*[b"x\n"] * (MOST_REASONS + 5))
-    assert (page.refused, len(page.reasons)) == (MOST_REASONS + 5, MOST_REASONS)
+    block = block_of(*[b"x\n"] * (MOST_REASONS + 5))
+    assert (block.refused, len(block.reasons)) == (MOST_REASONS + 5, MOST_REASONS)
 
 
 def test_page_is_one_safe_file() -> None:
-    page = page_of(row(prompt=EVIL, token_texts=[EVIL, "b"], finish_reason=EVIL), EVIL.encode())
-    text = page.html(EVIL)
+    block = block_of(row(prompt=EVIL, token_texts=[EVIL, "b"], finish_reason=EVIL), EVIL.encode())
+    text = page_of(block, EVIL)
     assert "<img" not in text
     assert "hacked" not in re.sub(r'id="data">.*?</script>', "", text, flags=re.S).replace(
         "&lt;/script&gt;&lt;script&gt;document.title=&#x27;hacked&#x27;", ""
@@ -142,7 +145,7 @@ def test_page_is_one_safe_file() -> None:
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
-    frame = page.html("t").split('id="data"')[0]
+    frame = page_of(block, "t").split('id="data"')[0]
     assert not re.search(r"(?:src|href)\s*=|https?://|@import|url\(", frame)
 
 
@@ -164,9 +167,9 @@ def test_report_rejects_empty_and_unwritable_files(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
 def test_browser_shows_it(tmp_path: Path) -> None:
     rows = [row(reward=number % 3, prompt=f"p{number // 8}{EVIL}") for number in range(10_000)]
-    page = page_of(*rows, b"{half")
+    block = block_of(*rows, b"{half")
     file = tmp_path / "page.html"
-    file.write_text(page.html("title"))
+    file.write_text(page_of(block, "title"))
     words = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/user")
     done = subprocess.run(
         ["chromium", *words, "--virtual-time-budget=20000", "--dump-dom", file.as_uri()],

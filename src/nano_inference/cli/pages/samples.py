@@ -1,26 +1,20 @@
-"""A page of samples: rows of JSON lines, stored compactly and written as one self-contained HTML
-file.
-"""
+"""Samples of a page: rows of JSON lines, stored compactly. `samples.js` shows them."""
 
 import base64
-import hashlib
-import html
 import json
 import math
 import sys
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.resources import files
 from typing import Any
+
+from nano_inference.cli.pages.pieces import Pieces
 
 MOST_REASONS = 200
 _NO_LOGPROB, _APPENDED = -32768, 32767
 _NONE = float("nan")
-Pieces = Callable[
-    [list[int]], list[str]
-]  # token ids -> the text of each; "" if a later token completes it
 
 
 class Unreadable(ValueError):
@@ -28,8 +22,8 @@ class Unreadable(ValueError):
 
 
 @dataclass
-class Page:
-    """Samples of a page.
+class SampleBlock:
+    """Samples of a page that are shown together.
 
     Attributes:
         pieces: Function that returns the texts of token ids. None: ids are shown.
@@ -53,13 +47,24 @@ class Page:
     _trainer: "array[float]" = field(default_factory=partial(array, "f"))
     _advantages: "array[float]" = field(default_factory=partial(array, "f"))
 
-    def read(self, lines: Iterable[bytes]) -> None:
-        """Add rows. Unreadable rows are counted, with their reasons."""
+    def read(
+        self, lines: Iterable[bytes], columns: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
+        """Add rows. Unreadable rows are counted, with their reasons.
+
+        Args:
+            lines: A row each.
+            columns: Values that replace those of the rows, one for each line, by the name of the
+                column.
+        """
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                self._add(number, _parsed(line))
+                row = _parsed(line)
+                for name, values in (columns or {}).items():
+                    row[name] = values[number - 1]
+                self._add(number, row)
             except Unreadable as problem:
                 self.refused += 1
                 if len(self.reasons) < MOST_REASONS:
@@ -113,6 +118,7 @@ class Page:
             raise Unreadable(
                 "completion_tokens (a list of token ids) and token_texts are both missing."
             )
+        _require_ids(ids, "completion_tokens")
         if self.pieces is not None:
             return self.pieces(ids), None
         return [f"{each} " for each in ids], _text(row, "text")
@@ -124,6 +130,7 @@ class Page:
             raise Unreadable("prompt_tokens must be a list of token ids.")
         if _is_list_of(prompt, int):
             ids, prompt = ids or prompt, None
+        _require_ids(ids or [], "prompt_tokens")
         group = row.get("group")
         key = json.dumps(next((e for e in (group, ids, prompt, messages) if e is not None), None))
         return key, self._prompt_text(ids, prompt, messages)
@@ -142,33 +149,11 @@ class Page:
             return "".join(self.pieces(ids))
         return " ".join(map(str, ids or ["(the rows have no prompt)"]))
 
-    def html(self, title: str) -> str:
-        """Return the complete HTML file."""
-        folder = files("nano_bench")
-        style, script, frame = (
-            (folder / f"report.{kind}").read_text(encoding="utf-8")
-            for kind in ("css", "js", "html")
-        )
-        policy = (
-            f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
-            "base-uri 'none'; form-action 'none'"
-        )
-        parts = {
-            "policy": policy,
-            "title": html.escape(title),
-            "style": style,
-            "script": script,
-            "data": self._data(),
-        }
-        head, *rest = frame.split("{{")
-        return head + "".join(
-            parts[name] + behind for name, _, behind in (each.partition("}}") for each in rest)
-        )
-
-    def _data(self) -> str:
+    def content(self) -> dict[str, Any]:
+        """Return the samples as `samples.js` reads them."""
         has = {name: any(x == x for x in column) for name, column in (  # not nan
             ("trainer", self._trainer), ("advantages", self._advantages))}  # fmt: skip
-        content = {
+        return {
             "texts": list(self._texts),
             "groups": self._prompts,
             "samples": self._samples,
@@ -178,9 +163,6 @@ class Page:
             "trainer": _packed(self._trainer) if has["trainer"] else "",
             "advantages": _packed(self._advantages) if has["advantages"] else "",
         }
-        # ASCII without characters that could end the enclosing element or begin another one
-        text = json.dumps(content, separators=(",", ":"), allow_nan=False)
-        return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
@@ -198,6 +180,11 @@ def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
+def _require_ids(ids: list[int], name: str) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < 2**32:
+        raise Unreadable(f"{name} must be token ids, from 0 to 4294967295.")
+
+
 def _float(value: Any) -> float | None:
     """Convert a number from JSON: null is nan, and infinities are strings. None if invalid."""
     if value is None:
@@ -210,7 +197,7 @@ def _float(value: Any) -> float | None:
 def _numbers(row: dict[str, Any], name: str, count: int) -> list[float]:
     """Return a column with one number per token, or nan if the row lacks it."""
     column = row.get(name)
-    if column is None:
+    if column is None or column == []:
         return [_NONE] * count
     numbers = [_float(each) for each in column] if isinstance(column, list) else []
     if not isinstance(column, list) or len(numbers) != count or None in numbers:
@@ -263,7 +250,3 @@ def _packed(numbers: "array[Any]") -> str:
         numbers = numbers[:]
         numbers.byteswap()
     return base64.b64encode(numbers.tobytes()).decode("ascii")
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")

@@ -1,5 +1,5 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
+// Shows the samples of one block (`samples.py`) at a time: `load(content)`.
 const GROUPS = 10, SAMPLES = 8, TOKENS = 600;  // shown per page, per group and per sample before "all" is clicked
 const NO_LOGPROB = -32768, APPENDED = 32767;
 const $ = (id) => document.getElementById(id);
@@ -11,12 +11,8 @@ function numbers(kind, text) {
   for (let place = 0; place < found.length; place++) found[place] = view[read](place * size, true);
   return found;
 }
-const texts = data.texts, ids = numbers(Uint32Array, data.ids), logprobs = numbers(Int16Array, data.logprobs);
-const trainer = numbers(Float32Array, data.trainer), advantages = numbers(Float32Array, data.advantages);
-const samples = data.samples.map((row, number) => ({
-  number, group: row[0], begin: row[1], end: row[2], line: row[3], index: row[4], finish: row[5], version: row[6],
-  reward: row[7], advantage: row[8], text: row[9], spans: row[10],
-}));
+const contentOf = (id) => JSON.parse($(id).textContent);
+let data, texts, ids, logprobs, trainer, advantages, samples, low, high, bars = [];
 
 function make(name, words, kind) {
   const made = document.createElement(name);
@@ -83,41 +79,42 @@ function spread(some) {
   return known.length ? Math.max(...known) - Math.min(...known) : 0;
 }
 
+/** Fills a select. The selected value remains if it is among the new ones. */
 function options(id, entries) {
-  for (const [value, words] of entries) {
+  const before = $(id).value;
+  $(id).replaceChildren(...entries.map(([value, words]) => {
     const option = make("option", words);
     option.value = value;
-    $(id).append(option);
-  }
+    return option;
+  }));
+  if (entries.some(([value]) => String(value) === before)) $(id).value = before;
 }
 const different = (key) => [...new Set(samples.map((each) => each[key]))].filter((each) => each !== null);
-options("finish", [["", "any"], ...different("finish").sort().map((each) => [each, each])]);
-options("version", [["", "any"], ...different("version").sort((a, b) => a - b).map((each) => [each, each])]);
-options("colour", Object.keys(COLOURS).filter((each) => COLOURS[each].has()).map((each) => [each, each]));
-options("order", Object.keys(ORDERS).map((each) => [each, each]));
 
-const rewards = samples.map((each) => each.reward).filter((each) => each !== null);
-let low = Infinity, high = -Infinity;
-for (const each of rewards) { low = Math.min(low, each); high = Math.max(high, each); }
-for (const each of document.querySelectorAll(".rewards")) each.hidden = !rewards.length;
-const BINS = 20, bins = Array(BINS).fill(0);
-const binOf = (reward) => (high > low ? Math.min(BINS - 1, Math.floor((reward - low) / (high - low) * BINS)) : 0);
-for (const each of rewards) bins[binOf(each)]++;
-const mostInABin = Math.max(...bins);
+const BINS = 20;
 const edge = (place) => low + (high - low) * place / BINS;
-const bars = rewards.length ? bins.map((count, place) => {
-  const bar = make("button", undefined, count ? "" : "none");
-  bar.style.height = `${100 * count / mostInABin}%`;
-  bar.title = `${count} samples, reward ${shown(edge(place))} to ${shown(edge(place + 1))}`;
-  bar.setAttribute("aria-label", bar.title);
-  bar.addEventListener("click", () => {
-    $("least").value = edge(place);
-    $("most").value = edge(place + 1);
-    choose();
-  });
-  $("rewards").append(bar);
-  return bar;
-}) : [];
+function histogram(rewards) {
+  [low, high] = [Infinity, -Infinity];
+  for (const each of rewards) { low = Math.min(low, each); high = Math.max(high, each); }
+  for (const each of document.querySelectorAll(".rewards")) each.hidden = !rewards.length;
+  const bins = Array(BINS).fill(0);
+  const binOf = (reward) => (high > low ? Math.min(BINS - 1, Math.floor((reward - low) / (high - low) * BINS)) : 0);
+  for (const each of rewards) bins[binOf(each)]++;
+  const mostInABin = Math.max(...bins);
+  bars = rewards.length ? bins.map((count, place) => {
+    const bar = make("button", undefined, count ? "" : "none");
+    bar.style.height = `${100 * count / mostInABin}%`;
+    bar.title = `${count} samples, reward ${shown(edge(place))} to ${shown(edge(place + 1))}`;
+    bar.setAttribute("aria-label", bar.title);
+    bar.addEventListener("click", () => {
+      $("least").value = edge(place);
+      $("most").value = edge(place + 1);
+      choose();
+    });
+    return bar;
+  }) : [];
+  $("rewards").replaceChildren(...bars);
+}
 
 let chosen = [], page = 0;
 function choose() {
@@ -156,7 +153,7 @@ function show() {
   const first = page * GROUPS, last = Math.min(first + GROUPS, chosen.length);
   $("place").textContent = chosen.length
     ? ` groups ${first + 1} to ${last} of ${chosen.length}; ${count} samples, mean reward ${
-        rewards.length ? shown(mean(chosen.flatMap((each) => each.samples.map((one) => one.reward)))) : "–"} `
+        bars.length ? shown(mean(chosen.flatMap((each) => each.samples.map((one) => one.reward)))) : "–"} `
     : " no sample matches ";
   $("back").disabled = page === 0;
   $("on").disabled = last >= chosen.length;
@@ -165,7 +162,7 @@ function show() {
 }
 function groupOf(group, colour) {
   const part = make("section"), grid = make("div", undefined, "samples"), some = group.samples;
-  part.append(make("h2", `group ${group.number + 1}: ${some.length} sample${some.length > 1 ? "s" : ""}`));
+  part.append(make("h3", `group ${group.number + 1}: ${some.length} sample${some.length > 1 ? "s" : ""}`));
   part.append(make("div", data.groups[group.number], "prompt"), grid);
   grid.append(...some.slice(0, SAMPLES).map((each) => cardOf(each, colour)));
   if (some.length > SAMPLES) {
@@ -179,7 +176,7 @@ function groupOf(group, colour) {
   return part;
 }
 function cardOf(sample, colour) {
-  const card = make("article"), head = make("h3", `#${sample.index === null ? sample.number : sample.index}`);
+  const card = make("article"), head = make("h4", `#${sample.index === null ? sample.number : sample.index}`);
   card.tabIndex = 0;
   card.dataset.sample = sample.number;
   const count = sample.end - sample.begin;
@@ -242,7 +239,7 @@ function turn(by) {
   if (page + by < 0 || (page + by) * GROUPS >= chosen.length) return;
   page += by;
   show();
-  document.querySelector("nav").scrollIntoView();
+  $("back").parentElement.scrollIntoView();
 }
 $("back").addEventListener("click", () => turn(-1));
 $("on").addEventListener("click", () => turn(1));
@@ -251,7 +248,7 @@ $("filters").addEventListener("input", () => { clearTimeout(timer); timer = setT
 $("filters").addEventListener("submit", (event) => event.preventDefault());
 $("filters").addEventListener("reset", () => setTimeout(choose));
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, .wide")) return;
   const step = { ",": -1, ".": 1 }[event.key], card = event.target.closest("article");
   if (event.key === "ArrowRight") turn(1);
   else if (event.key === "ArrowLeft") turn(-1);
@@ -263,12 +260,30 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-$("facts").textContent = `${samples.length} samples of ${data.groups.length} prompts, ${ids.length} tokens` +
-  (rewards.length ? `; rewards ${shown(low)} to ${shown(high)}, mean ${shown(mean(rewards))}` : "; no rewards");
-if (data.refused.count) {
-  $("refused").hidden = false;
-  $("refused").querySelector("summary").textContent = `lines left out: ${data.refused.count}`;
-  $("refused").querySelector("ul").append(...data.refused.reasons.map((each) => make("li", each)));
-  if (data.refused.count > data.refused.reasons.length) $("refused").querySelector("ul").append(make("li", "…"));
+/** Shows a block's samples in place of those before. Filters that still apply remain. */
+function load(content) {
+  data = content;
+  texts = data.texts;
+  ids = numbers(Uint32Array, data.ids);
+  logprobs = numbers(Int16Array, data.logprobs);
+  trainer = numbers(Float32Array, data.trainer);
+  advantages = numbers(Float32Array, data.advantages);
+  samples = data.samples.map((row, number) => ({
+    number, group: row[0], begin: row[1], end: row[2], line: row[3], index: row[4], finish: row[5], version: row[6],
+    reward: row[7], advantage: row[8], text: row[9], spans: row[10],
+  }));
+  options("finish", [["", "any"], ...different("finish").sort().map((each) => [each, each])]);
+  options("version", [["", "any"], ...different("version").sort((a, b) => a - b).map((each) => [each, each])]);
+  options("colour", Object.keys(COLOURS).filter((each) => COLOURS[each].has()).map((each) => [each, each]));
+  options("order", Object.keys(ORDERS).map((each) => [each, each]));
+  const rewards = samples.map((each) => each.reward).filter((each) => each !== null);
+  histogram(rewards);
+  $("facts").textContent = `${samples.length} samples of ${data.groups.length} prompts, ${ids.length} tokens` +
+    (rewards.length ? `; rewards ${shown(low)} to ${shown(high)}, mean ${shown(mean(rewards))}` : "; no rewards");
+  const { count, reasons } = data.refused;
+  $("refused").hidden = !count;
+  $("refused").querySelector("summary").textContent = `lines left out: ${count}`;
+  $("refused").querySelector("ul").replaceChildren(...reasons.map((each) => make("li", each)));
+  if (count > reasons.length) $("refused").querySelector("ul").append(make("li", "…"));
+  choose();
 }
-choose();
