@@ -1,4 +1,4 @@
-"""`nano-inference runs`: list and show runs, open a step, find a difference, edit a step."""
+"""`nano-inference runs`: list, show, compare, edit and draw runs, open a step."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nano_inference.cli import Debug, errors, output
+from nano_inference.cli import Debug, errors, output, write_file
 from nano_inference.errors import ConfigError
 from nano_train.command import Changes, require_training
 
 if TYPE_CHECKING:
     from nano_train.run import Run as _Run
 
-HELP = """List, show, open, compare and edit training runs.
+HELP = """List, show, open, compare, edit and draw training runs.
 
 Every subcommand reads a run's folder. docs/runs.md describes its files.
 
@@ -21,6 +21,7 @@ Examples:
 
 nano-inference runs list out
 nano-inference runs bisect out/grpo out/other
+nano-inference runs page out/grpo
 """
 runs = typer.Typer(
     add_completion=False,
@@ -34,6 +35,12 @@ Run = Annotated[
     Path,
     typer.Argument(
         metavar="RUN", exists=True, file_okay=False, show_default=False, help="Folder of a run."
+    ),
+]
+Other = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="OTHER", exists=True, file_okay=False, show_default=False, help="Another run."
     ),
 ]
 Step = Annotated[int, typer.Argument(min=0, show_default=False, help="Number of a step.")]
@@ -180,6 +187,39 @@ def edit_run(
         seed=seed,
     )
     errors.print(f"continue with: nano-inference train {child.folder.path}", soft_wrap=True)
+
+
+@runs.command("page")
+def page(
+    run: Run,
+    other: Other = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Write the page to this file. Default: RUN.html."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write an HTML page of a run, or of two runs: figures, versions, samples.
+
+    The page is a single file. It has a bounded number of samples, which it states. Code of the run
+    is not executed.
+
+    Examples:
+
+    nano-inference runs page out/grpo --out grpo.html
+    nano-inference runs page out/grpo out/edited
+    """
+    require_training()
+    from nano_train.history import read_history
+    from nano_train.run_page import page_of
+
+    folders = [run] if other is None else [run, other]
+    name = run.resolve()
+    file = out or name.with_name(f"{name.name}.html")
+    with errors.status(f"reading {run.name}"):
+        text = page_of([read_history(folder) for folder in folders])
+    write_file(file, text)
+    errors.print(f"page: {file}", soft_wrap=True)
 
 
 def _read(folder: Path) -> "_Run":

@@ -39,8 +39,7 @@ def table_of_runs(folders: list[RunFolder]) -> Table:
         origin, steps = folder.origin(), folder.steps()
         config, parent = origin["config"], origin["parent"]
         tested = [step["held_out"] for step in steps if step["held_out"] is not None]
-        done = len(steps) >= config["steps"]
-        state = "running" if is_locked(folder) else "complete" if done else "interrupted"
+        state = state_of(folder, len(steps), config["steps"])
         came = f"{Path(parent['folder']).name}, step {parent['step']}" if parent else ""
         table.add_row(
             *(folder.path.name, config["method"], f"{len(steps)} of {config['steps']}"),
@@ -84,6 +83,11 @@ def table_of_samples(run: Run, step: int) -> Table:
             *(str(len(sample.completion_tokens)), _number(total), repr(text)),
         )
     return table
+
+
+def state_of(folder: RunFolder, done: int, steps: int) -> str:
+    """Return the state of a run in a word, from the steps done and configured."""
+    return "running" if is_locked(folder) else "complete" if done >= steps else "interrupted"
 
 
 def is_locked(folder: RunFolder) -> bool:

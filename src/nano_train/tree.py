@@ -107,9 +107,13 @@ class RunFolder:
         }
         self._write(f"{BATCHES}/{batch.step}.json", json.dumps(content) + "\n")
 
+    def read_scores(self, step: int) -> dict[str, Any]:
+        """Return the content of a step's file in batches/. Raises `RunError`."""
+        return self._read(f"{BATCHES}/{step}.json")
+
     def read_batch(self, step: int) -> tuple[Batch, list[Update]]:
         """Return samples, rewards and hashes of a step. Raises `RunError`."""
-        content = self._read(f"{BATCHES}/{step}.json")
+        content = self.read_scores(step)
         try:
             samples = read_jsonl(self.path / SAMPLES / f"{step}.jsonl")
             updates = [Update(**update) for update in content.pop("updates")]
@@ -180,7 +184,7 @@ class RunFolder:
         lines = path.read_bytes().split(b"\n")[:-1]
         try:
             return [json.loads(line) for line in lines]
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise RunError(f"{path} is damaged: {problem}; restore it.") from problem
 
     def _write(self, name: str, text: str) -> None:
@@ -196,7 +200,7 @@ class RunFolder:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as problem:
             raise RunError(f"{path} does not exist; name the folder of a run.") from problem
-        except (OSError, ValueError) as problem:
+        except (OSError, ValueError, RecursionError) as problem:
             raise RunError(f"{path} cannot be read: {problem}.") from problem
         if not isinstance(content, dict):
             raise RunError(f"{path} must hold a JSON object; restore it.")

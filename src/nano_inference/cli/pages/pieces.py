@@ -25,10 +25,12 @@ def pieces_of_folder(folder: Path) -> Pieces:
 
 
 def pieces_of_model(model: str) -> Pieces:
-    """Return the function for a model as in `EngineConfig.model_path`, whose weights are not read.
+    """Return the function for a model as in `EngineConfig.model_path`. No weights are downloaded.
 
     Raises `ModelLoadError`.
     """
-    from nano_inference.checkpoints.folders import describe_model
+    from nano_inference.checkpoints.folders import describe_model, gguf_of, resolve_model
 
-    return pieces_of_folder(describe_model(model))
+    # the description of a `.gguf` file lacks the tokenizer
+    is_gguf = gguf_of(model) is not None
+    return pieces_of_folder(resolve_model(model) if is_gguf else describe_model(model))
