@@ -20,6 +20,8 @@ const ABSENT = { gradient_norm: "gradient norm (recorded if optimizer.max_grad_n
   mismatch: "mismatch", seconds: "seconds" };
 const HEIGHT = 150, LEFT = 52, RIGHT = 12, TOP = 8, BOTTOM = 20;  // px of a chart
 const DOTS = 40;  // lines of more points have no dots
+const NOISY = 200;  // lines of more points are faint, with their mean over `WINDOW` points in front
+const WINDOW = Math.ceil(Math.max(...runs.map((run) => run.columns.step.length)) / 50);
 const isNumber = (value) => typeof value === "number";
 const thousands = (count) => count.toLocaleString("en-US");
 const written = (value) => (isNumber(value) ? shown(value, 4) : value === null ? "–" : String(value));
@@ -53,7 +55,7 @@ function svg(name, attributes, words) {
 /** Returns round numbers from `low` to `high`, about `count` of them. */
 function ticks(low, high, count, least = 0) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = Math.max(least, [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough));
+  const step = Math.max(least, [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough));
   const from = Math.ceil(low / step - 1e-9), to = Math.floor(high / step + 1e-9);
   return Array.from({ length: to - from + 1 }, (_, index) => (from + index) * step);
 }
@@ -116,9 +118,14 @@ function draw(chart) {
   picture.append(...chart.cursors);
   for (const line of lines) {
     const kind = `run${line.number}`, isHeld = line.name === "held_out";
+    const isNoisy = !isHeld && line.name !== "mismatch" && line.points.length > NOISY;
+    const add = (part, more) => {
+      const points = part.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
+      picture.append(svg("polyline", { class: `line ${kind}${more}`, points }));
+    };
     for (const part of parts(line)) {
-      const corners = part.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
-      picture.append(svg("polyline", { class: `line ${kind}${isHeld ? " held" : ""}`, points: corners }));
+      add(part, isHeld ? " held" : isNoisy ? " faint" : "");
+      if (isNoisy) add(means(part), "");
       if (part.length > DOTS) continue;
       for (const [step, value] of part) {
         const size = { cx: x(step), cy: y(value), r: isHeld ? 3.2 : 2.2 };
@@ -129,6 +136,15 @@ function draw(chart) {
   chart.x = x;
   mark(chart, 0, pickedStep);
   mark(chart, 1, null);
+}
+
+/** Returns the mean of each point and those before it, over at most `WINDOW` points. */
+function means(part) {
+  let sum = 0;
+  return part.map(([step, value], at) => {
+    sum += value - (at < WINDOW ? 0 : part[at - WINDOW][1]);
+    return [step, sum / Math.min(at + 1, WINDOW)];
+  });
 }
 
 function described({ title, lines }) {
@@ -201,6 +217,7 @@ function charts() {
   const thinned = runs.filter((run) => run.steps > run.columns.step.length);
   $("keys").append(...thinned.map((run) => make("span",
     `${thousands(run.columns.step.length)} of ${thousands(run.steps)} steps of ${run.label} are shown.`)));
+  if (steps.length > NOISY) $("keys").append(make("span", `Strong lines: mean of the last ${WINDOW} points.`));
   for (const chart of drawn) {
     draw(chart);
     chart.picture.addEventListener("pointermove", (event) => read(stepAt(chart, event)));
@@ -253,8 +270,9 @@ function table() {
 
 function bound(step) {
   const [, some, all] = run.samples.find(([known]) => known === step);
-  const most = `at most ${bounds.samples} samples and ${bounds.lines >> 20} MiB of a step, ${bounds.bytes >> 20} MiB in all`;
-  return `${thousands(some)} of ${thousands(all)} samples of step ${step}. This page has samples of ${
+  const most = `at most ${bounds.samples} samples and ${bounds.lines >> 20} MiB of a step, ${bounds.blocks} steps and ${
+    bounds.bytes >> 20} MiB in all`;
+  return `${runs.length > 1 ? `${run.label}: ` : ""}${thousands(some)} of ${thousands(all)} samples of step ${step}. This page has samples of ${
     thousands(run.samples.length)} of ${thousands(run.steps)} steps (${most}).`;
 }
 

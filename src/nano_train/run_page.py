@@ -24,6 +24,7 @@ from nano_train.tree import SAMPLES
 
 MOST_STEPS = 4000  # steps in the charts and the table
 MOST_SAMPLES = 64  # samples of a step
+MOST_BLOCKS = 400  # steps with samples in the page
 MOST_LINES = 2**22  # bytes of a step's samples in their file
 MOST_BYTES = 2**24  # bytes of all samples in the page
 MOST_CONFIG = 20_000  # characters of a configuration
@@ -39,11 +40,16 @@ def page_of(histories: Sequence[History]) -> str:
     runs: list[dict[str, Any]] = []
     data: dict[str, str] = {}
     for number, (label, history) in enumerate(zip(labels, histories, strict=True)):
-        part = _Part(history, MOST_BYTES // len(histories))
+        part = _Part(history, MOST_BLOCKS // len(histories), MOST_BYTES // len(histories))
         part.fill()
         runs.append({"label": label, **part.content()})
         data |= {f"samples-{number}-{step}": text for step, text in part.blocks.items()}
-    bounds = {"samples": MOST_SAMPLES, "lines": MOST_LINES, "bytes": MOST_BYTES}
+    bounds = {
+        "samples": MOST_SAMPLES,
+        "lines": MOST_LINES,
+        "blocks": MOST_BLOCKS,
+        "bytes": MOST_BYTES,
+    }
     return html_page(
         " and ".join(labels),
         body=_text("run_page.html").replace("{samples}", text_of("samples.html")),
@@ -67,7 +73,8 @@ class _Part:
     """A run's part of a page.
 
     Attributes:
-        most: Largest number of bytes of all samples.
+        most_blocks: Largest number of steps with samples.
+        most_bytes: Largest number of bytes of all samples.
         blocks: Samples of a step as JSON, by step.
         counts: Number of samples shown, and of all samples, by step.
         problems: Sentences about files that cannot be read.
@@ -75,17 +82,18 @@ class _Part:
     """
 
     history: History
-    most: int
+    most_blocks: int
+    most_bytes: int
     blocks: dict[int, str] = field(default_factory=dict[int, str])
     counts: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     problems: list[str] = field(default_factory=list[str])
     checkpoint: tuple[int, str] | None = None
 
     def fill(self) -> None:
-        """Read the checkpoint and samples. Steps that lie far apart are first, up to `most`."""
+        """Read the checkpoint and samples. Steps that lie far apart are first, up to the bounds."""
         self._read_checkpoint()
-        pieces, left = self._pieces(), self.most
-        for line in _spread(_shown(self.history.lines)):
+        pieces, left = self._pieces(), self.most_bytes
+        for line in islice(_spread(_shown(self.history.lines)), self.most_blocks):
             try:
                 block, total = self._block(line.step, pieces)
             except RunError as problem:

@@ -1270,6 +1270,20 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/nano_train/test_time_machine.py -k first_computed",
     ),
     Fault(
+        "page_of_a_run_names_another_mismatch",
+        "src/nano_train/run_page.py",
+        old="    worst = max(compared, key=lambda line: line.difference)",
+        new="    worst = min(compared, key=lambda line: line.difference)",
+        seen_by="tests/nano_train/test_run_page.py -k mismatches",
+    ),
+    Fault(
+        "page_lets_texts_end_its_script",
+        "src/nano_inference/cli/pages/one_file.py",
+        old=r'.replace("<", "\\u003c")',
+        new="",
+        seen_by="tests/nano_train/test_run_page.py -k escapes",
+    ),
+    Fault(
         "constant_aggregation_forgets_the_limit",
         "src/nano_train/losses.py",
         old='        "constant": lambda length: 1 / (len(samples) * max_tokens),',

@@ -114,3 +114,18 @@ def test_runs_edit_reports_wrong_values(folder: Path, tmp_path: Path, arguments:
     done = run("runs", "edit", str(folder / "first"), "1", "--out", str(tmp_path / "x"), *arguments)
     assert done.exit_code == 2
     assert not (tmp_path / "x").exists()
+
+
+def test_runs_page_writes_a_file_of_two_runs(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    done = run("runs", "page", str(folder / "first"), str(folder / "edited"), "--out", str(out))
+    assert done.exit_code == 0, done.output
+    text = out.read_text()
+    assert "<title>first and edited</title>" in text
+    assert f"Continues {(folder / 'first').resolve()} from step 1." in text
+    assert "Edited in step 1: reward of sample 3 = 1." in text
+    alone = run("runs", "page", str(folder / "other"))
+    assert alone.exit_code == 0, alone.output
+    assert "<title>other</title>" in (folder / "other.html").read_text()
+    assert run("runs", "page", str(tmp_path), "--out", str(out)).exit_code == 2
+    assert out.read_text() == text

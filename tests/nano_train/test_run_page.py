@@ -196,6 +196,9 @@ def test_page_bounds_bytes_and_keeps_last_and_first_step(
     assert [step for step, *_ in run_of(trained)["samples"]] == [0, 3]
     monkeypatch.setattr(run_page, "MOST_BYTES", sum(map(len, blocks)) - 1)
     assert [step for step, *_ in run_of(trained)["samples"]] == [3]
+    monkeypatch.setattr(run_page, "MOST_BYTES", 2**24)
+    monkeypatch.setattr(run_page, "MOST_BLOCKS", 3)
+    assert [step for step, *_ in run_of(trained)["samples"]] == [0, 2, 3]
 
 
 def test_page_bounds_steps_and_keeps_the_largest_mismatch(

@@ -122,7 +122,7 @@ COMMANDS = {
     "train": Row("nano_train.command:train", "Begin or resume a training run."),
     "runs": Row(
         "nano_train.runs_command:runs",
-        "List, show, open, compare and edit training runs.",
+        "List, show, open, compare, edit and draw training runs.",
         error_code=2,
     ),
     "train-service": Row(
