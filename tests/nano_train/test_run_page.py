@@ -305,6 +305,20 @@ def test_page_shows_ids_without_the_model(copy: Path, tmp_path: Path) -> None:
     assert f"{tokens[0]} " in data_of(text, "samples-0-0")["texts"]
 
 
+def test_page_shows_samples_without_logprobs_and_rewards(copy: Path) -> None:
+    for step in range(4):  # as in a run of sft
+        change_lines(copy / "samples" / f"{step}.jsonl", lambda _, line: line.update(logprobs=[]))
+        scores = copy / "batches" / f"{step}.json"
+        change_json(scores, lambda content: content.update(rewards=[], advantages=[]))
+    text = page_of(copy)
+    run = data_of(text)["runs"][0]
+    assert run["problems"] == []
+    assert run["samples"] == [[number, 12, 12] for number in range(4)]
+    block = data_of(text, "samples-0-2")
+    assert block["refused"]["count"] == 0
+    assert {sample[0] for sample in block["samples"]} == {0, 1, 2}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
