@@ -285,24 +285,25 @@ def _from_layer(_: Any, trainer: Trainer) -> Any:
 
 
 def _count_twice(_: Any, trainer: Trainer) -> Any:
-    sum_of_parts = policies.sum_of_parts
+    micro_batches = policies.micro_batches
 
-    def doubled(parts: Any, *rest: Any) -> Any:
-        listed = list(parts)
-        return sum_of_parts([*listed, listed[-1]], *rest)
+    def doubled(*arguments: Any) -> Any:
+        listed = list(micro_batches(*arguments))
+        return [*listed, listed[-1]]
 
-    return mock.patch.object(policies, "sum_of_parts", doubled)
+    return mock.patch.object(policies, "micro_batches", doubled)
 
 
 def _share_buffer(_: Any, trainer: Trainer) -> Any:
-    sum_of_parts = policies.sum_of_parts
+    gradients_of = trainer.policy._gradients
 
     def overwritten(*arguments: Any) -> Any:
-        totals = sum_of_parts(*arguments)
-        totals["layers.1.down"][0] = totals["layers.1.down"][1]
-        return totals
+        gradients = gradients_of(*arguments)
+        total = gradients["model.layers.1.mlp.down_proj.weight"]
+        total[0] = total[1]
+        return gradients
 
-    return mock.patch.object(policies, "sum_of_parts", overwritten)
+    return mock.patch.object(trainer.policy, "_gradients", overwritten)
 
 
 def _narrow_products(_: Any, trainer: Trainer) -> Any:
@@ -375,7 +376,7 @@ FAULTS = (
     Fault("a micro-batch is counted twice", "race", _hooks(wrapped=_count_twice), "gradients", _LAYER),
     Fault("two workers share a row", "race", _hooks(wrapped=_share_buffer), "gradients", _LAYER, exact={"layer": 1}),
     Fault("micro-batches are smaller", "gradient", _hooks(wrapped=_narrow_products), "gradients", _LAYER),
-    Fault("the last token is left out", "loss", _hooks(wrapped=_drop_last_token), "loss", _UPDATE),
+    Fault("the last token is left out", "loss", _hooks(wrapped=_drop_last_token), "gradients", _LAYER),
     Fault("the loss is a sum of tokens", "loss", _hooks(wrapped=_method(aggregation="sum")), "loss", _UPDATE),
     Fault("the ratio is clipped early", "loss", _hooks(wrapped=_method(clip_low=1e-4, clip_high=1e-4)), "loss", _UPDATE),
     Fault("a gradient is 0", "gradient", _hooks(wrapped=_gradient(MATRIX, lambda g: g.zero_())), "gradients", _LAYER, exact={"layer": 1}),
