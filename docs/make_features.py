@@ -14,7 +14,7 @@ FACTS = {
     LOCKSTEP: "engines in lockstep",
     SHARED: "several ranks",
     "heads": "`draft_model` with heads",
-    "whole_model": "`embed`, `replay`, `PolicyModel`, `DraftTrainer`, scoring of targets",
+    "whole_model": "`embed`, `replay`, `LoraPolicy`, `DraftTrainer`, scoring of targets",
     "beside_policy": "weights of a model other than the policy",
 }
 

@@ -260,7 +260,7 @@ RL_NAMES = {
     "top_tokens",
 }
 RL_NAMES |= {"AdamW", "GradientShards", "LoraPolicy", "Verdict", "Workers", "clip_grad_norm_"}
-RL_NAMES |= {"exact_sum", "portable_exp"}
+RL_NAMES |= {"exact_sum", "one_rank", "portable_exp"}
 RL_NAMES |= {"misplaced", "verify"}
 
 # Names and fields of the engine's original specification: classes and their required members.

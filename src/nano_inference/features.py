@@ -531,11 +531,11 @@ SERVED_ROWS = (
 
 CALL_ROWS = (
     _feature(
-        "calls that use the whole model, such as embed, replay, PolicyModel, DraftTrainer",
+        "calls that use the whole model, such as embed, replay, LoraPolicy, DraftTrainer",
         WHOLE_MODEL,
     )(
         "it needs the whole model in one process",
-        "use an engine with one rank",
+        "use an engine with one rank, such as rl.one_rank(engine)",
         excludes=(Asked(SHARED),),
     ),
     _feature("updates of weights other than the policy's", BESIDE_POLICY)(

@@ -961,6 +961,13 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/rl/test_portable.py -k recorded",
     ),
     Fault(
+        "one_rank_keeps_the_weights_of_the_checkpoint",
+        "src/nano_inference/rl/ranks.py",
+        old="        if version:\n",
+        new="        if version > 99:\n",
+        seen_by="tests/rl/test_ranks.py -k live_weights",
+    ),
+    Fault(
         "trl_mask_covers_the_padding",
         "src/nano_inference/rl/trl.py",
         old="mask[row, span] = 1",

@@ -406,6 +406,11 @@ def _graph_memory(plan: EnginePlan) -> "GraphMemory | None":
     )
 
 
+def is_shared(runner: ModelRunner) -> bool:
+    """Return whether several ranks share the model."""
+    return runner.shares is not None
+
+
 def require_one_rank(runner: ModelRunner, what: str) -> None:
     """Raise `InvalidRequest` if several ranks share the model. `what` names the call."""
-    require(CALL_LIMITS, Setting(whole_model=what, shared=runner.shares is not None))
+    require(CALL_LIMITS, Setting(whole_model=what, shared=is_shared(runner)))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nano_inference.rl.lora import LoraPolicy
     from nano_inference.rl.policy import PolicyModel
     from nano_inference.rl.portable import exact_sum, portable_exp
+    from nano_inference.rl.ranks import one_rank
     from nano_inference.rl.replayer import replay
     from nano_inference.rl.report import MismatchReport, mismatch_report
     from nano_inference.rl.scoring import score, top_tokens
@@ -33,6 +34,7 @@ __all__ = [
     "exact_sum",
     "mismatch_report",
     "misplaced",
+    "one_rank",
     "portable_exp",
     "replay",
     "score",
@@ -53,6 +55,7 @@ _MODULES = {
     "exact_sum": "portable",
     "mismatch_report": "report",
     "misplaced": "verifier",
+    "one_rank": "ranks",
     "portable_exp": "portable",
     "replay": "replayer",
     "score": "scoring",

@@ -47,7 +47,7 @@ class TorchWeights(NamedTuple):
 class Distributed(Protocol):
     """A model of which divergences can be computed: `PolicyModel`."""
 
-    engine: Any
+    scorer: Any
     micro_batch_tokens: int
     num_workers: int | None
 
@@ -102,18 +102,18 @@ def divergence(
 
     `PolicyModel.entropy` and `PolicyModel.kl` document the arguments and errors.
     """
-    batch = check_batch(model.engine, sequences, from_position, temperature)
+    batch = check_batch(model.scorer, sequences, from_position, temperature)
     if temperature == 0 or teacher_temperature == 0:
         raise InvalidRequest("temperature must be above 0: a greedy distribution has no gradient.")
     for policy in (model, teacher):
-        if policy is not None and policy.engine.spec.moe is not None:
+        if policy is not None and policy.scorer.spec.moe is not None:
             raise InvalidRequest(
-                f"{policy.engine.spec.architecture} has experts, whose choices only the engine "
+                f"{policy.scorer.spec.architecture} has experts, whose choices only the engine "
                 "knows; use logprobs(targets=...) of some tokens instead."
             )
     if teacher is not None:
         require_comparable(model, teacher, direction)
-        check_batch(teacher.engine, batch.token_ids, batch.positions, teacher_temperature)
+        check_batch(teacher.scorer, batch.token_ids, batch.positions, teacher_temperature)
     asked = Asked(
         batch.token_ids,
         batch.positions,
@@ -130,7 +130,7 @@ def divergence(
 
 def require_comparable(model: Distributed, teacher: Distributed, direction: Any) -> None:
     """Raise `InvalidRequest` unless both models have the same vocabulary."""
-    ours, theirs = model.engine.spec.vocab_size, teacher.engine.spec.vocab_size
+    ours, theirs = model.scorer.spec.vocab_size, teacher.scorer.spec.vocab_size
     if ours != theirs:
         raise InvalidRequest(
             f"the teacher's vocabulary has {theirs} tokens, the policy's {ours}; use a teacher "
@@ -235,7 +235,7 @@ class _Divergence(torch.autograd.Function):
         names = [name for name, _ in model.named_parameters()]
         weights = model.weights(dict(zip(names, params, strict=True)))
         teacher = _weights_of(asked.teacher)
-        device = torch_device(model.engine.model.device)
+        device = torch_device(model.scorer.model.device)
 
         def compute(part: tuple[int, MicroBatch]) -> dict[str, Tensor]:
             with torch.no_grad():  # the pool's threads do not inherit it

@@ -75,7 +75,8 @@ class PolicyModel(ScoringModule):
     `"torch"` do if torch selects other kernels. `entropy` and `kl` are always computed in torch.
 
     Args:
-        engine: Engine, or a configuration to build one from (`model.engine`).
+        engine: Engine, or a configuration to build one from (`model.engine`). If several ranks
+            share its model, this process also holds the whole model (`one_rank`).
         dtype: Dtype of the parameters. In float32 they start with the checkpoint's digits, as far
             as the engine still serves the checkpoint.
         micro_batch_tokens: Number of rows whose gradients are computed together. Limits the memory
@@ -103,19 +104,23 @@ class PolicyModel(ScoringModule):
                 f"dtype={dtype} must be a floating point dtype, such as torch.float32."
             )
         super().__init__(engine, micro_batch_tokens, num_workers)
+        self._table = param_table(self.scorer.spec)
+        self._slots = slots(self._table)
+        for name, tensor in _initial_weights(self.scorer, dtype).items():
+            place_param(self, name, nn.Parameter(tensor))
+        params = self.scorer.model.params  # may hold norms in float32
+        self._served = {n: torch_dtype(params[slot.param].dtype) for n, slot in self._slots.items()}
+        self._trainer = _TrainerWeights(self.scorer)
+        self._products = dtype_of_products(self.scorer, gradient_dtype, self.gradients)
+        self._decoder = self._torch_decoder(dtype_of_products(self.scorer, gradient_dtype, "torch"))
+
+    def _require_trainable(self) -> None:
         require_chosen_codes(self.engine, "PolicyModel")
         if self.engine.spec.state is not None:
             raise ConfigError(
                 f"PolicyModel has no gradients for {self.engine.spec.architecture}, because some "
                 "of its layers carry a state; the engine can serve and score it."
             )
-        self._table = param_table(self.engine.spec)
-        self._slots = slots(self._table)
-        for name, tensor in _initial_weights(self.engine, dtype).items():
-            place_param(self, name, nn.Parameter(tensor))
-        self._trainer = _TrainerWeights(self.engine)
-        self._products = dtype_of_products(self.engine, gradient_dtype, self.gradients)
-        self._decoder = self._torch_decoder(dtype_of_products(self.engine, gradient_dtype, "torch"))
 
     def entropy(
         self,
@@ -200,16 +205,14 @@ class PolicyModel(ScoringModule):
         Raises `ConfigError` if the folder already holds a model, or if the model's checkpoints
         hold more than the text model's tensors.
         """
-        require_savable(self.engine.model_folder, self.engine.spec)
-        model = self.engine.model  # may hold norms in float32
-        dtypes = {
-            name: dtype or torch_dtype(model.params[slot.param].dtype)
-            for name, slot in self._slots.items()
+        require_savable(self.scorer.model_folder, self.scorer.spec)
+        weights = {
+            name: param.detach().to(dtype or self._served[name])
+            for name, param in self.named_parameters()
         }
-        weights = {name: param.detach().to(dtypes[name]) for name, param in self.named_parameters()}
-        weights = as_stored(weights, self.engine.spec, self._table)
-        named = dtype or torch_dtype(model.dtype)
-        save_checkpoint(Path(folder), self.engine.model_folder, weights, named)
+        weights = as_stored(weights, self.scorer.spec, self._table)
+        named = dtype or torch_dtype(self.scorer.model.dtype)
+        save_checkpoint(Path(folder), self.scorer.model_folder, weights, named)
         if masters:
             save_masters(Path(folder), dict(self.named_parameters()))
 
@@ -231,13 +234,15 @@ class PolicyModel(ScoringModule):
         The parameters and `publish` remain usable.
         """
         self._trainer.close()
+        if self.scorer is not self.engine:
+            self.scorer.shutdown()
 
     def _score(self, batch: ScoreBatch) -> tuple[BatchScores, list[State]]:
         """Return the scores, and the parameters' states from which they were computed."""
         with self._trainer.lock:
             states = self._trainer.follow(dict(self.named_parameters()))
-            scores = score_batch(self.engine, batch, self._trainer.name)
-        if any(batch.routed) and (moe := self.engine.spec.moe) is not None:
+            scores = score_batch(self.scorer, batch, self._trainer.name)
+        if any(batch.routed) and (moe := self.scorer.spec.moe) is not None:
             require_same_experts(batch, scores.routes, moe.layers)
         return scores, states
 
@@ -290,7 +295,7 @@ class PolicyModel(ScoringModule):
 
         `end` returns the function that differentiates the hidden rows of a micro-batch of `scored`.
         """
-        device = torch_device(self.engine.model.device)
+        device = torch_device(self.scorer.model.device)
         weights = self.weights(values)
         wanted = self._wanted(values)
 
@@ -313,14 +318,14 @@ class PolicyModel(ScoringModule):
     def _part(self, totals: Mapping[str, Tensor], name: str) -> Tensor:
         slot = self._slots[name]
         if slot.param not in totals:  # all gradients of logprobs were 0
-            return torch.zeros(slot.shape, device=torch_device(self.engine.model.device))
+            return torch.zeros(slot.shape, device=torch_device(self.scorer.model.device))
         return totals[slot.param].narrow(0, slot.start, slot.shape[0])
 
     def weights(self, values: Mapping[str, Tensor]) -> TorchWeights:
         """Return the decoder of the backward pass with these parameters."""
         params = self._cast(values)
         head = params[self._decoder.head].float()
-        return TorchWeights(self.engine.spec, self._decoder, params, head)
+        return TorchWeights(self.scorer.spec, self._decoder, params, head)
 
     def _cast(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the decoder's parameters as plain tensors with the engine's values."""
@@ -331,7 +336,7 @@ class PolicyModel(ScoringModule):
         self, param: ParamSpec, values: Mapping[str, Tensor], products: torch.dtype
     ) -> Tensor:
         """Return a parameter as a plain tensor with the engine's values, dequantized."""
-        model = self.engine.model
+        model = self.scorer.model
         parts = {each.name: values[each.name].detach() for each in param.sources}
         if form_of(model.params[param.name]) is not None:
             parts = {

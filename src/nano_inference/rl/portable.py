@@ -57,7 +57,7 @@ class _Exp(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
         (out,) = ctx.saved_tensors
         return gradient * out
 
@@ -70,5 +70,5 @@ class _Sum(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
         return gradient.expand(ctx.shape)

@@ -28,6 +28,7 @@ from nano_inference.rl.backward.coverage import Gradients, gradients_of
 from nano_inference.rl.backward.decoder import KernelDecoder
 from nano_inference.rl.micro_batch import ScoredSequence
 from nano_inference.rl.parameter_states import State, states
+from nano_inference.rl.ranks import scorer_of
 from nano_inference.rl.scoring import (
     BatchScores,
     Grammars,
@@ -47,9 +48,14 @@ class ScoringModule(nn.Module):
     """Parameters whose logprobs the engine computes, with gradients from `_gradients`.
 
     Args:
-        engine: Engine on one rank, or a configuration to build one from.
+        engine: Engine, or a configuration to build one from.
         micro_batch_tokens: As in `PolicyModel`.
         num_workers: As in `PolicyModel`.
+
+    Attributes:
+        engine: Engine that serves the parameters.
+        scorer: Engine that computes logprobs: `engine`, or one of one rank with its bits if several
+            ranks share the model.
     """
 
     def __init__(
@@ -67,35 +73,40 @@ class ScoringModule(nn.Module):
             if isinstance(engine, InferenceEngine)
             else InferenceEngine(with_plain_weights(engine))
         )
-        require_one_rank(self.engine.runner, type(self).__name__)
+        self._require_trainable()
+        self.scorer = scorer_of(self.engine)
         self.micro_batch_tokens, self.num_workers = micro_batch_tokens, num_workers
+
+    def _require_trainable(self) -> None:
+        """Raise `ConfigError` or `InvalidRequest` if this class cannot train the engine's model."""
+        require_one_rank(self.engine.runner, type(self).__name__)
 
     @property
     def gradients(self) -> Gradients:
         """Implementation of the gradients of logprobs: `"kernels"` or `"torch"`."""
-        return gradients_of(self.engine.spec, self.engine.model.ops.name)
+        return gradients_of(self.scorer.spec, self.scorer.model.ops.name)
 
     def _torch_decoder(self, products: torch.dtype) -> TorchDecoder:
         """Return the model for a backward pass in torch."""
-        model = self.engine.model
+        model = self.scorer.model
         return TorchDecoder(model.spec, self._ropes(), model.embed_scale, products, self._kept())
 
     def _kernel_decoder(self) -> KernelDecoder:
         """Return the model for a backward pass by the kernels."""
-        model = self.engine.model
+        model = self.scorer.model
         return KernelDecoder(model.spec, self._ropes(), model.embed_scale, self._kept())
 
     def _kernels(self, dtype: torch.dtype) -> GradientKernels:
         """Return the kernels of the engine's law of sums, for products of this dtype."""
         threads = self.num_workers or torch.get_num_threads()
-        build = best_instruction_set(self.engine.model.ops.sums)
+        build = best_instruction_set(self.scorer.model.ops.sums)
         return GradientKernels(load(build), dtype, threads)
 
     def _ropes(self) -> list[Rotation]:
-        return [rotation(rope) for rope in self.engine.model.ropes]
+        return [rotation(rope) for rope in self.scorer.model.ropes]
 
     def _kept(self) -> KvFormat:
-        kept = self.engine.runner.storage.format
+        kept = self.scorer.runner.storage.format
         return replace(kept, dtype=torch_dtype(kept.dtype))
 
     def logprobs(
@@ -119,7 +130,7 @@ class ScoringModule(nn.Module):
         with gradient 0 add no cost to `backward`. Sequences with only such entries are skipped.
         """
         batch = check_batch(
-            self.engine, sequences, from_position, temperature, grammar, routed_experts, targets
+            self.scorer, sequences, from_position, temperature, grammar, routed_experts, targets
         )
         params = dict(self.named_parameters())
         if torch.is_grad_enabled() and any(param.requires_grad for param in params.values()):
