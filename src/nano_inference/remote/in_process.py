@@ -13,17 +13,24 @@ from nano_inference.remote.client import STOPPING, EngineClient
 from nano_inference.remote.messages import FromEngine, Ready, Stop, ToEngine
 
 if TYPE_CHECKING:
+    from nano_inference.engine.engine import InferenceEngine
     from nano_inference.remote.core import EngineCore
 
 log = logging.getLogger("nano_inference.server")
 
 
 class InProcessClient(EngineClient):
-    """Client that builds and steps the engine in a thread of this process."""
+    """Client that steps an engine in a thread of this process.
 
-    def __init__(self, config: EngineConfig, max_backlog: int) -> None:
+    Args:
+        source: Configuration of the engine to build, or an engine, which stays its owner's to shut
+            down.
+        max_backlog: Maximum number of unread tokens of a sample.
+    """
+
+    def __init__(self, source: "EngineConfig | InferenceEngine", max_backlog: int) -> None:
         super().__init__(max_backlog)
-        self._config = config
+        self._source = source
         self._core: EngineCore | None = None
         self._thread: threading.Thread | None = None
         self._heart: asyncio.TimerHandle | None = None
@@ -36,7 +43,7 @@ class InProcessClient(EngineClient):
             with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(self._receive, message)
 
-        self._core = core = await asyncio.to_thread(_build, self._config, emit)
+        self._core = core = await asyncio.to_thread(_build, self._source, emit)
         self._receive(Ready(core.info()))
         self._thread = threading.Thread(
             target=_run, args=(core,), name="nano-inference steps", daemon=True
@@ -45,7 +52,7 @@ class InProcessClient(EngineClient):
         self._pulse()
 
     async def close(self) -> None:
-        """Stop the step loop and shut the engine down."""
+        """Stop the step loop, and shut the engine down if this client built it."""
         if self._heart is not None:
             self._heart.cancel()
         self._die(STOPPING, STOPPING)
@@ -56,7 +63,7 @@ class InProcessClient(EngineClient):
         await asyncio.to_thread(thread.join, time_limits.THREAD_STOP)
         if thread.is_alive():
             log.warning("abandoning the step thread and the engine: the last step did not end")
-        else:
+        elif isinstance(self._source, EngineConfig):
             core.engine.shutdown()
 
     def _send(self, message: ToEngine) -> None:
@@ -69,11 +76,14 @@ class InProcessClient(EngineClient):
             self._heart = asyncio.get_running_loop().call_later(time_limits.BEAT, self._pulse)
 
 
-def _build(config: EngineConfig, emit: Callable[[FromEngine], None]) -> "EngineCore":
+def _build(
+    source: "EngineConfig | InferenceEngine", emit: Callable[[FromEngine], None]
+) -> "EngineCore":
     from nano_inference.engine.engine import InferenceEngine  # takes a second
     from nano_inference.remote.core import EngineCore
 
-    core = EngineCore(InferenceEngine(config), emit)
+    engine = InferenceEngine(source) if isinstance(source, EngineConfig) else source
+    core = EngineCore(engine, emit)
     core.prepare()
     return core
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nano_inference.server.config import is_loopback as is_loopback
     from nano_inference.server.door import Door as Door
     from nano_inference.server.main import running_app as running_app
+    from nano_inference.server.main import running_server as running_server
     from nano_inference.server.main import serve as serve
 
 _MODULES = {
@@ -21,6 +22,7 @@ _MODULES = {
     "ServerConfig": "config",
     "is_loopback": "config",
     "running_app": "main",
+    "running_server": "main",
     "serve": "main",
 }
 __getattr__ = lazy(__name__, _MODULES)
