@@ -86,7 +86,7 @@ test-trl: $(TRL) ## those with TRL
 	$(BIN)/python -m pytest -m slow -k trl tests/rl tests/server/trainers tests/docs
 
 test-rl-clients: $(RL_CLIENTS) ## those with verifiers and renderers
-	$(BIN)/python -m pytest -m slow -k "verifiers or renderers" tests/server/trainers tests/docs
+	$(BIN)/python -m pytest -m slow -k "verifiers or renderers" tests/nano_train tests/server/trainers tests/docs
 
 test-quantisers: $(QUANTISERS) ## those with compressed-tensors, bitsandbytes and gptqmodel
 	$(BIN)/python -m pytest -m slow tests/checkpoints/test_with_quantisers.py

@@ -45,6 +45,24 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class EnvironmentTable(_Table):
+    """`[task.environment]`: an environment of verifiers, which has questions and rewards.
+
+    Attributes:
+        id: Id of the installed environment.
+        args: Other keys of verifiers' `[env]` block, such as `taskset` and `agent`.
+        held_out: Number of its first tasks that only measure.
+        timeout: Maximum seconds of a rollout.
+        concurrency: Maximum number of rollouts that play at once. It changes no bits.
+    """
+
+    id: Annotated[str, Field(min_length=1)]
+    args: dict[str, Any] = Field(default_factory=dict[str, Any])
+    held_out: NonNegativeInt = 0
+    timeout: PositiveFloat = 600.0
+    concurrency: PositiveInt = 16
+
+
 class TaskTable(_Table):
     """`[task]`: questions and rewards.
 
@@ -53,14 +71,16 @@ class TaskTable(_Table):
             `.jsonl` file. A file is relative to run.toml.
         reward: Function of a sample and its answer, likewise.
         grammar: Function without arguments that returns the `Grammar` of the answers.
+        environment: Environment in place of the four.
         prompts: Number of questions in each step.
         samples: Number of samples of each question: a group.
     """
 
-    train: str
+    train: str | None = None
     held_out: str | None = None
     reward: str | None = None
     grammar: str | None = None
+    environment: EnvironmentTable | None = None
     prompts: PositiveInt = 4
     samples: PositiveInt = 8
 
@@ -171,6 +191,7 @@ class RunConfig(_Table):
         _require_one_of("method", self.method, METHODS)
         kind = METHODS[self.method].kind
         unused = {
+            "task.environment": kind != "rl" and self.task.environment is not None,
             "task.reward": (kind == "distill" or (kind == "sft" and not self._tests))
             and self.task.reward is not None,
             "loss": kind != "rl" and self.loss != LossTable(),
@@ -197,8 +218,19 @@ class RunConfig(_Table):
     def _tests(self) -> bool:
         return self.task.held_out is not None
 
+    def _check_task(self) -> None:
+        if self.task.environment is None:
+            if self.task.train is None:
+                raise ValueError("task.train is missing; name a function such as 'task.py:train'.")
+            return
+        for name in ("train", "held_out", "reward", "grammar"):
+            if getattr(self.task, name) is not None:
+                raise ValueError(f"task.{name} has no effect with task.environment; remove it.")
+
     def _check_needs(self, kind: str) -> None:
-        if (kind == "rl" or self._tests) and self.task.reward is None:
+        self._check_task()
+        needs_reward = (kind == "rl" or self._tests) and self.task.environment is None
+        if needs_reward and self.task.reward is None:
             raise ValueError("task.reward is missing; name a function such as 'task.py:reward'.")
         if kind == "rl" and self.task.samples < 2:
             raise ValueError("task.samples=1 gives every sample the advantage 0; use 2 or more.")
@@ -236,6 +268,10 @@ class RunConfig(_Table):
     def identity(self, code: Mapping[str, str]) -> str:
         """Return the SHA-256 of all that decides the run's bits, with the texts of its files."""
         decisive = self.model_dump(mode="json", exclude={*FREE, "name"})
+        environment = decisive["task"].pop("environment")
+        if environment is not None:
+            kept = {name: environment[name] for name in ("id", "args", "held_out")}
+            decisive["task"]["environment"] = kept
         text = json.dumps([decisive, dict(code)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 

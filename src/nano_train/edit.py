@@ -39,6 +39,11 @@ def edit(
         RunError: `out` is not empty, or the parent is damaged.
     """
     require_step(run, step)
+    if completions and run.task.environment is not None:
+        raise ConfigError(
+            "an environment rewards its own rollouts, so that completions cannot be edited; edit a "
+            "reward."
+        )
     _require_samples(run, {*(rewards or {}), *(completions or {})})
     source = run.folder.path
     merged = {**run.changes, **(changes or {})}

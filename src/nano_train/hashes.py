@@ -76,6 +76,8 @@ def first_difference(samples: Sequence[TrainingSample], trainer: Sequence[Tensor
     for number, (sample, values) in enumerate(zip(samples, trainer, strict=True)):
         mine, theirs = values.detach(), torch.tensor(sample.logprobs)
         differs = mine.view(torch.int32) != theirs.view(torch.int32)
+        if not all(sample.loss_mask):  # tokens between turns have no logprob
+            differs &= torch.tensor(sample.loss_mask)
         if differs.any():
             at = int(differs.nonzero()[0])
             return (

@@ -55,6 +55,11 @@ def advantages(rewards: Sequence[float], group: int, method: Method) -> list[flo
     ]
 
 
+def sampled(sample: TrainingSample, values: Tensor) -> Tensor:
+    """Return the values, one per completion token, at the tokens that the model sampled."""
+    return values if all(sample.loss_mask) else values[torch.tensor(sample.loss_mask)]
+
+
 def reward_loss(
     method: Method,
     samples: Sequence[TrainingSample],
@@ -68,12 +73,13 @@ def reward_loss(
     Args:
         method: Row with the ratio, its clip range and the aggregation.
         samples: Samples with the sampler's logprobs and, if `kl` is above 0, the reference's.
+            Tokens between two turns (`loss_mask`) do not count.
         logprobs: Logprobs of the policy, float32 [tokens] for each sample.
         advantages: Advantage of each sample.
         max_tokens: Limit of a sample's tokens, for the aggregation `"constant"`.
         kl: Factor of the estimate k3 of KL(policy || reference), as in GRPO's equation 4.
     """
-    tokens = sum(len(sample.logprobs) for sample in samples)
+    tokens = sum(len(sample.logprobs) - sample.loss_mask.count(False) for sample in samples)
     weight_of = {
         "token": lambda length: 1 / tokens,
         "sample": lambda length: 1 / (length * len(samples)),
@@ -81,11 +87,13 @@ def reward_loss(
         "sum": lambda length: 1 / len(samples),
     }[method.aggregation]
     total = torch.zeros(())
-    for sample, current, advantage in zip(samples, logprobs, advantages, strict=True):
-        terms = _terms(method, current, torch.tensor(sample.logprobs), advantage)
+    for sample, values, advantage in zip(samples, logprobs, advantages, strict=True):
+        current = sampled(sample, values)
+        sampler = sampled(sample, torch.tensor(sample.logprobs))
+        terms = _terms(method, current, sampler, advantage)
         total = total + exact_sum(terms) * weight_of(len(terms))
         if kl:
-            apart = torch.tensor(sample.ref_logprobs) - current
+            apart = sampled(sample, torch.tensor(sample.ref_logprobs)) - current
             distance = exact_sum(portable_exp(apart) - apart - 1)
             total = total + distance * (kl * weight_of(len(current)))
     return total

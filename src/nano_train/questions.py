@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from nano_inference import Grammar, TrainingSample
 from nano_inference.errors import ConfigError, NanoInferenceError, one_line
 from nano_train.config import RunConfig
+from nano_train.environments import Environment, code_of_environment, load_environment
 from nano_train.local_code import is_file, load_function, local_file
 
 
@@ -18,7 +19,9 @@ class RewardError(NanoInferenceError):
 
 
 class Question(NamedTuple):
-    """A prompt (text, token ids or messages), and its answer for the reward function."""
+    """A prompt (text, token ids or messages), and its answer for the reward function. Or a task of
+    an environment.
+    """
 
     prompt: Any
     answer: Any = None
@@ -33,12 +36,15 @@ class Task:
         held_out: Questions that only measure. Empty: none.
         reward: Function of a sample and its answer. None for methods without rewards.
         grammar: Grammar of the answers, if any.
+        environment: Environment that plays and rewards the questions, which are its tasks. None:
+            the model answers them once.
     """
 
     train: Sequence[Question]
     held_out: Sequence[Question] = ()
     reward: Callable[[TrainingSample, Any], float] | None = None
     grammar: Grammar | None = None
+    environment: Environment | None = None
 
     def score(self, sample: TrainingSample, answer: Any, where: str) -> float:
         """Return a sample's reward. Raises `RewardError`, which names the sample by `where`."""
@@ -55,6 +61,12 @@ class Task:
 def load_task(config: RunConfig, folder: Path) -> Task:
     """Return the task of a run whose files are in `folder`. Raises `ConfigError`."""
     table = config.task
+    if table.environment is not None:
+        environment = load_environment(table.environment, config.steps * table.prompts)
+        tasks = [Question(task) for task in environment.tasks]
+        first = table.environment.held_out
+        return Task(tasks[first:], tasks[:first], environment=environment)
+    assert table.train is not None  # RunConfig requires it
     train = _questions(table.train, folder, config.seed)
     if not train:
         raise ConfigError(f"task.train={table.train!r} has no questions; provide at least one.")
@@ -87,9 +99,12 @@ def code_of(config: RunConfig, folder: Path) -> dict[str, str]:
     named = (table.train, table.held_out, table.reward, table.grammar)
     files = {spec.partition(":")[0]: spec for spec in named if spec is not None and is_file(spec)}
     try:
-        return {name: local_file(spec, folder).read_text("utf-8") for name, spec in files.items()}
+        texts = {name: local_file(spec, folder).read_text("utf-8") for name, spec in files.items()}
     except (OSError, UnicodeError) as problem:
         raise ConfigError(f"a file that run.toml names cannot be read: {problem}.") from problem
+    if table.environment is not None:
+        texts["environment.json"] = code_of_environment(table.environment)
+    return texts
 
 
 def _questions(spec: str, folder: Path, seed: int) -> list[Question]:

@@ -1,5 +1,6 @@
 """Records of a run: its state, the data and figures of a step, edits, errors."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -127,17 +128,20 @@ def record_of(
     batch: Batch, updates: Sequence[Update], version: int, held_out: float | None, seconds: float
 ) -> StepRecord:
     """Return the figures of a step."""
-    samples, first = batch.samples, updates[0]
-    kl = None
+    samples, first, kl = batch.samples, updates[0], None
+    tokens = sum(
+        len(sample.completion_tokens) - sample.loss_mask.count(False) for sample in samples
+    )
     if samples[0].ref_logprobs is not None:
         pairs = [
             (own, reference)
             for sample in samples
             for own, reference in zip(sample.logprobs, sample.ref_logprobs or (), strict=True)
         ]
-        kl = mean([own - reference for own, reference in pairs])
+        # both are 0 between turns
+        kl = math.fsum(own - reference for own, reference in pairs) / tokens
     return StepRecord(
         *(batch.step, version, seconds, mean(batch.rewards) if batch.rewards else None),
         *(held_out, kl, first.loss),
-        *(sum(len(sample.completion_tokens) for sample in samples), first.mismatch),
+        *(tokens, first.mismatch),
     )

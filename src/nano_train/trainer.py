@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,7 +21,8 @@ from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.rl import LoraPolicy, PolicyModel, exact_sum
 from nano_train import hashes
 from nano_train.config import RunConfig
-from nano_train.losses import advantages, mean, reward_loss
+from nano_train.environments import Arena, Play
+from nano_train.losses import advantages, mean, reward_loss, sampled
 from nano_train.optimizer import (
     clip_gradients,
     load_state,
@@ -28,7 +30,7 @@ from nano_train.optimizer import (
     set_learning_rate,
     state_tensors,
 )
-from nano_train.questions import Task
+from nano_train.questions import Question, Task
 from nano_train.records import (
     Batch,
     Edits,
@@ -39,6 +41,7 @@ from nano_train.records import (
     Update,
     record_of,
 )
+from nano_train.samples import answered, rewritten
 
 
 class Trainer:
@@ -108,28 +111,32 @@ class Trainer:
             yield Step(record_of(batch, updates, version, held_out, seconds), batch, updates)
 
     def collect(self) -> Batch:
-        """Return the questions, samples and rewards of the next step. Raises `RewardError`."""
+        """Return the data of the next step. Raises `RewardError` and `RolloutFailed`."""
         table, step = self.config.task, self.step
         numbers = [*range(step * table.prompts, (step + 1) * table.prompts)]
         asked = [self.task.train[number % len(self.task.train)] for number in numbers]
         if self.method.kind == "sft":
-            return Batch(step, numbers, [self._answered(*question) for question in asked])
+            version = self.version
+            return Batch(step, numbers, [answered(self.engine, *one, version) for one in asked])
         edits = self.edits if self.edits.step == step else Edits()
-        seed = self.config.seed if edits.seed is None else edits.seed
-        params = [self._params(seed=(seed << 32) + number) for number in numbers]
-        samples = self.engine.generate(
-            [question.prompt for question in asked], params, table.samples, progress=False
-        )
+        seed = (self.config.seed if edits.seed is None else edits.seed) << 32
         owners = [number for number in numbers for _ in range(table.samples)]
+        if self.task.environment is not None:
+            samples, rewards = self._played(asked, owners, seed)
+        else:
+            params = [self._params(seed=seed + number) for number in numbers]
+            prompts, rewards = [question.prompt for question in asked], list[float]()
+            samples = self.engine.generate(prompts, params, table.samples, progress=False)
         samples = [
             replace(sample, request_id=number, group_id=number, cached_tokens=0)
             for sample, number in zip(samples, owners, strict=True)
         ]
         for index, tokens in edits.completions.items():
-            samples[index] = self._rewritten(samples[index], tokens)
+            temperature, grammar = self.config.sampling.temperature, self.task.grammar
+            samples[index] = rewritten(self.policy, samples[index], tokens, temperature, grammar)
         if self.method.kind == "distill":
             return Batch(step, numbers, samples)
-        rewards = [
+        rewards = rewards or [
             self.task.score(
                 sample, asked[index // table.samples].answer, f"step {step}, sample {index}"
             )
@@ -140,6 +147,25 @@ class Trainer:
         return Batch(
             *(step, numbers, samples, rewards), advantages(rewards, table.samples, self.method)
         )
+
+    @cached_property
+    def arena(self) -> Arena:
+        """The task's environment, opened when it is needed first."""
+        assert self.task.environment is not None
+        stop = self.config.sampling.stop
+        return self._engines.enter_context(self.task.environment.opened(self.engine, stop))
+
+    def _played(
+        self, asked: Sequence[Question], owners: Sequence[int], seed: int
+    ) -> tuple[list[TrainingSample], list[float]]:
+        """Return the samples and rewards of rollouts, each with a seed of its own."""
+        count, plays = self.config.task.samples, list[Play]()
+        for index, number in enumerate(owners):
+            params = self._params(seed=seed + number * count + index % count)
+            where = f"step {self.step}, question {number}, sample {index}"
+            plays.append(Play(asked[index // count].prompt, params, where))
+        played = self.arena.play(plays)
+        return [one.sample for one in played], [one.reward for one in played]
 
     def updates(self, batch: Batch) -> Iterator[Update]:
         """Update the weights with the data of the next step, and publish them.
@@ -197,7 +223,7 @@ class Trainer:
                 "numerics. Set require_equal_logprobs=false to train nevertheless."
             )
         return max(
-            float((value.detach() - torch.tensor(sample.logprobs)).abs().max())
+            float(sampled(sample, value.detach() - torch.tensor(sample.logprobs)).abs().max())
             for value, sample in zip(values, batch.samples, strict=True)
         )
 
@@ -229,7 +255,12 @@ class Trainer:
         if not task.held_out or not due:
             return None
         prompts = [question.prompt for question in task.held_out]
-        samples = self.engine.generate(prompts, self._params(temperature=0.0), progress=False)
+        params = self._params(temperature=0.0)
+        if task.environment is not None:
+            name = f"step {step}, held-out question"
+            plays = [Play(one, params, f"{name} {index}") for index, one in enumerate(prompts)]
+            return mean([played.reward for played in self.arena.play(plays)])
+        samples = self.engine.generate(prompts, params, progress=False)
         return mean(
             [
                 task.score(sample, question.answer, f"held-out question {index}")
@@ -253,36 +284,6 @@ class Trainer:
         fixed = {"max_tokens": table.max_tokens, "stop": table.stop, "adapter": adapter}
         merged = {**fixed, "temperature": table.temperature, "grammar": self.task.grammar, **values}
         return SamplingParams(**merged)
-
-    def _answered(self, prompt: Any, answer: Any) -> TrainingSample:
-        """Return a prompt with its answer. An answer in text ends with the model's end token."""
-        first, last = prompt, answer
-        if isinstance(prompt, str):
-            first = self.engine.tokenizer.encode(prompt, add_special_tokens=True)
-        elif isinstance(prompt[0], dict):
-            first = self.engine.conversation(prompt).token_ids
-        if isinstance(answer, str):
-            end = self.engine.tokenizer.eos_token_id
-            last = [*self.engine.tokenizer.encode(answer), *(() if end is None else (end,))]
-        return TrainingSample(tuple(first), tuple(last), (), None, self.version, "stop")
-
-    def _rewritten(self, sample: TrainingSample, tokens: list[int]) -> TrainingSample:
-        """Return a sample with another completion, whose logprobs the policy computes."""
-        with torch.no_grad():
-            (logprobs,) = self.policy.logprobs(
-                [(*sample.prompt_tokens, *tokens)],
-                from_position=len(sample.prompt_tokens),
-                temperature=self.config.sampling.temperature,
-                grammar=self.task.grammar,
-            )
-        text = self.engine.tokenizer.decode(tokens) if sample.text is not None else None
-        return replace(
-            sample,
-            completion_tokens=tuple(tokens),
-            logprobs=tuple(logprobs.tolist()),
-            text=text,
-            weight_versions=(),
-        )
 
     def close(self) -> None:
         """Shut the engines down."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,6 +95,31 @@ def test_loss_follows_the_definition(name: str, data: st.DataObject) -> None:
     )
     wanted = expected(METHODS[name], sampler, policy, reference, weights, (5, kl))
     assert float(loss) == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.kind == "rl"])
+@given(mask=st.lists(st.booleans(), min_size=1, max_size=6).filter(any), data=st.data())
+def test_loss_ignores_tokens_between_turns(
+    name: str, mask: list[bool], data: st.DataObject
+) -> None:
+    numbers = st.lists(st.floats(-3, -0.25, width=16), min_size=len(mask), max_size=len(mask))
+    sampler, policy, reference = data.draw(numbers), data.draw(numbers), data.draw(numbers)
+    whole = replace(sample_of(sampler, reference), loss_mask=tuple(mask))
+    kept = [place for place, own in enumerate(mask) if own]
+    alone = sample_of(*([row[place] for place in kept] for row in (sampler, reference)))
+    other = sample_of([-1.0], [-2.0])
+    results: list[tuple[float, list[float]]] = []
+    for sample, row in ((whole, policy), (alone, [policy[place] for place in kept])):
+        values = torch.tensor(row, requires_grad=True)
+        loss = reward_loss(
+            METHODS[name], [sample, other], [values, torch.tensor([-1.0])], [1.5, -1.0], 5, 0.1
+        )
+        loss.backward()
+        assert values.grad is not None
+        results.append((float(loss.detach()), values.grad.tolist()))
+    (first, gradients), second = results
+    assert (first, [gradients[place] for place in kept]) == second
+    assert not any(one for one, own in zip(gradients, mask, strict=True) if not own)
 
 
 def test_gradient_of_equal_policies_is_the_advantage() -> None:
