@@ -116,8 +116,7 @@ class Trainer:
         numbers = [*range(step * table.prompts, (step + 1) * table.prompts)]
         asked = [self.task.train[number % len(self.task.train)] for number in numbers]
         if self.method.kind == "sft":
-            version = self.version
-            return Batch(step, numbers, [answered(self.engine, *one, version) for one in asked])
+            return Batch(step, numbers, [answered(self.engine, *q, self.version) for q in asked])
         edits = self.edits if self.edits.step == step else Edits()
         seed = (self.config.seed if edits.seed is None else edits.seed) << 32
         owners = [number for number in numbers for _ in range(table.samples)]

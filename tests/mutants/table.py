@@ -1360,4 +1360,25 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         new="    return share",
         seen_by="tests/rl/test_adamw.py -k clipped",
     ),
+    Fault(
+        "rollouts_share_a_seed",
+        "src/nano_train/trainer.py",
+        old="seed=seed + number * count + index % count",
+        new="seed=seed + number * count",
+        seen_by="tests/nano_train/test_environments.py -k replays",
+    ),
+    Fault(
+        "turns_are_encoded_again",
+        "src/nano_train/turns.py",
+        old="            prompt = past + self._after(",
+        new="            prompt = rendered or self._after(",
+        seen_by="tests/nano_train/test_turns.py -k keep_the_sampled",
+    ),
+    Fault(
+        "loss_counts_tokens_between_turns",
+        "src/nano_train/losses.py",
+        old="    return values if all(sample.loss_mask) else values[torch.tensor(sample.loss_mask)]",
+        new="    return values",
+        seen_by="tests/nano_train/test_losses.py -k between_turns",
+    ),
 )
