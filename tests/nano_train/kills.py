@@ -48,11 +48,12 @@ def finish(process: "subprocess.Popen[bytes]") -> None:
 def events_of(out: Path) -> set[tuple[str, int]]:
     """Return the files of a run with their sizes."""
     events: set[tuple[str, int]] = set()
-    for path in out.rglob("*"):
-        try:
-            events.add((str(path.relative_to(out)), path.stat().st_size))
-        except FileNotFoundError:  # removed or renamed meanwhile
-            continue
+    for folder, folders, files in os.walk(out):  # omits folders that vanish meanwhile
+        for path in (Path(folder) / name for name in (*folders, *files)):
+            try:
+                events.add((str(path.relative_to(out)), path.stat().st_size))
+            except FileNotFoundError:  # removed or renamed meanwhile
+                continue
     return events
 
 
