@@ -42,7 +42,7 @@ help: ## list the targets
 demo: $(INSTALLED) ## sample from a small model, then change its weights while it runs
 	@$(BIN)/python examples/demo.py
 
-grpo: $(INSTALLED) ## four minutes of GRPO on two cores; curves in out/grpo/
+grpo: $(INSTALLED) ## 150 steps of GRPO on two cores; curves in out/grpo/
 	$(BIN)/nano-inference train examples/grpo/run.toml --out out/grpo
 	$(BIN)/nano-inference runs show out/grpo --plot out/grpo/curves.png
 
