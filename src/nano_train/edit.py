@@ -41,8 +41,8 @@ def edit(
     require_step(run, step)
     if completions and run.task.environment is not None:
         raise ConfigError(
-            "an environment rewards its own rollouts, so that completions cannot be edited; edit a "
-            "reward."
+            "completions of an environment cannot be edited, because it rewards its own rollouts; "
+            "edit a reward."
         )
     _require_samples(run, {*(rewards or {}), *(completions or {})})
     source = run.folder.path

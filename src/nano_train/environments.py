@@ -18,8 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.errors import ConfigError, one_line
@@ -27,7 +26,7 @@ from nano_train.config import EnvironmentTable
 from nano_train.records import RunError
 from nano_train.turns import Rollout, RolloutClient, joined
 
-RELEASE = "0.4"  # verifiers changes its interface with each one
+RELEASE = "0.4"  # the interface changes with each release
 MODEL = "policy"
 PATIENCE = 60.0  # seconds to open and to close
 
@@ -68,7 +67,7 @@ class Environment:
     tasks: Sequence[Any]
 
     def opened(self, engine: InferenceEngine, stop: Sequence[str] = ()) -> "Arena":
-        """Return a context in which rollouts can be played."""
+        """Return the environment at work. Close it."""
         return Arena(self, engine, stop)
 
 
@@ -174,22 +173,15 @@ class Arena:
             self._thread.start()
             try:
                 self._loop = loop.result(PATIENCE)
-            except Exception as problem:  # its thread is left alone
+            except Exception as problem:  # its thread is abandoned
                 raise RolloutFailed(
                     f"the environment {environment.table.id!r} does not start: {one_line(problem)}."
                 ) from problem
             opened.callback(self._leave)
             self._opened = opened.pop_all()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close server and environment. An environment that hangs is abandoned."""
         self._opened.close()
 
     def _run(self, loop: "Future[asyncio.AbstractEventLoop]") -> None:

@@ -90,7 +90,7 @@ class _Part:
     checkpoint: tuple[int, str] | None = None
 
     def fill(self) -> None:
-        """Read the checkpoint and samples. Steps that lie far apart are first, up to the bounds."""
+        """Read the checkpoint and, up to the bounds, samples: first of steps that lie far apart."""
         self._read_checkpoint()
         pieces, left = self._pieces(), self.most_bytes
         for line in islice(_spread(_shown(self.history.lines)), self.most_blocks):

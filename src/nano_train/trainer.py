@@ -8,7 +8,7 @@ caches, threads and interruptions change none of them.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
@@ -150,9 +150,9 @@ class Trainer:
     @cached_property
     def arena(self) -> Arena:
         """The task's environment, opened when it is needed first."""
-        assert self.task.environment is not None
-        stop = self.config.sampling.stop
-        return self._engines.enter_context(self.task.environment.opened(self.engine, stop))
+        environment, stop = self.task.environment, self.config.sampling.stop
+        assert environment is not None
+        return self._engines.enter_context(closing(environment.opened(self.engine, stop)))
 
     def _played(
         self, asked: Sequence[Question], owners: Sequence[int], seed: int

@@ -161,7 +161,7 @@ def _require_plain(params: SamplingParams) -> None:
     for name in (option.name for option in fields(SamplingParams)):
         if name not in _FREE and getattr(params, name) != getattr(plain, name):
             raise InvalidRequest(
-                f"{name} changes the distribution, of which the trainer does not know; remove "
+                f"{name} changes the distribution, but the trainer computes the plain one; remove "
                 "it from the environment's requests."
             )
 

@@ -963,8 +963,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "one_rank_keeps_the_weights_of_the_checkpoint",
         "src/nano_inference/rl/ranks.py",
-        old="        if version:\n",
-        new="        if version > 99:\n",
+        old="weights = engine.weight_sync.state_dict()",
+        new="weights = other.weight_sync.state_dict()",
         seen_by="tests/rl/test_ranks.py -k live_weights",
     ),
     Fault(

@@ -4,9 +4,7 @@ import base64
 import hashlib
 import json
 import re
-import shutil
 import struct
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 
 from nano_bench.report import page_of
 from nano_inference.cli.pages import MOST_REASONS, SampleBlock
+from tests.browser import NEEDS_CHROMIUM, shown_by_chromium
 from tests.cli.running import FAST, run
 
 EVIL = "</script><script>document.title='hacked'</script><img src=x onerror=alert(1)>&\u2028"
@@ -164,21 +163,13 @@ def test_report_rejects_empty_and_unwritable_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
+@NEEDS_CHROMIUM
 def test_browser_shows_it(tmp_path: Path) -> None:
     rows = [row(reward=number % 3, prompt=f"p{number // 8}{EVIL}") for number in range(10_000)]
     block = block_of(*rows, b"{half")
-    file = tmp_path / "page.html"
-    file.write_text(page_of(block, "title"))
-    words = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/user")
-    done = subprocess.run(
-        ["chromium", *words, "--virtual-time-budget=20000", "--dump-dom", file.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "groups 1 to 10 of 1250; 10000 samples" in done.stdout, done.stdout[:2000]
-    assert "lines left out: 1" in done.stdout
-    assert done.stdout.count("<article") == 80
-    assert "<title>title</title>" in done.stdout
-    assert "<img" not in done.stdout.split('id="data"')[0]
+    html = shown_by_chromium(page_of(block, "title"), tmp_path)
+    assert "groups 1 to 10 of 1250; 10000 samples" in html, html[:2000]
+    assert "lines left out: 1" in html
+    assert html.count("<article") == 80
+    assert "<title>title</title>" in html
+    assert "<img" not in html.split('id="data"')[0]

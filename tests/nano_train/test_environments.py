@@ -202,7 +202,7 @@ def test_changed_environment_is_another_run(quiet: Path, monkeypatch: pytest.Mon
 @pytest.mark.thorough
 def test_completions_of_rollouts_are_not_edited(quiet: Path, tmp_path: Path) -> None:
     run = read_run(quiet, quiet.parent / "out")
-    with pytest.raises(ConfigError, match="completions cannot be edited"):
+    with pytest.raises(ConfigError, match="of an environment cannot be edited"):
         edit(run, 1, tmp_path / "edited", completions={0: [5]})
     child = edit(run, 1, tmp_path / "edited", rewards={0: 1.0})
     train(child)

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import struct
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from nano_train import run_page
 from nano_train.history import Line, read_history
 from nano_train.records import RunError
 from nano_train.run import read_run, train
+from tests.browser import NEEDS_CHROMIUM, shown_by_chromium
 from tests.cli.running import write_tokenizer
 from tests.nano_train.tiny import tiny_run
 
@@ -348,19 +348,11 @@ def test_damaged_logs_are_named_in_a_sentence(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
+@NEEDS_CHROMIUM
 def test_browser_draws_charts_steps_and_samples(trained: Path, copy: Path, tmp_path: Path) -> None:
     change_lines(copy / "samples" / "3.jsonl", lambda _, line: line.update(prompt=EVIL))
-    file = tmp_path / "page.html"
-    file.write_text(page_of(copy, trained))
-    words = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/user")
-    done = subprocess.run(
-        ["chromium", *words, "--virtual-time-budget=20000", "--dump-dom", file.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    shown = done.stdout.split('<script type="application/json"')[0]
+    html = shown_by_chromium(page_of(copy, trained), tmp_path)
+    shown = html.split('<script type="application/json"')[0]
     assert "12 of 12 samples of step 3. This page has samples of 4 of 4 steps" in shown
     assert shown.count("<article") == 12
     assert shown.count("<figure") == 6  # no KL

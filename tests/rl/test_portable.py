@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nano_inference import InvalidRequest
 from nano_inference.rl import exact_sum, portable_exp
 
 RECORDED = "505efa00e21deb059faacc060de04bf62c565d45ccb768ee1cbf610c96d86a25"
@@ -52,6 +53,19 @@ def test_exact_sum_has_no_order(numbers: list[float]) -> None:
     total.backward(torch.tensor(0.25))
     assert values.grad is not None
     assert torch.equal(values.grad, torch.full((len(numbers),), 0.25))
+
+
+def test_exact_sum_of_infinities_is_that_of_torch() -> None:
+    for numbers in ([math.inf, 1.0], [math.inf, -math.inf], [math.nan, 1.0]):
+        values = torch.tensor(numbers)
+        assert torch.equal(exact_sum(values).isnan(), values.sum().isnan())
+        assert torch.equal(exact_sum(values).isinf(), values.sum().isinf())
+
+
+@pytest.mark.parametrize("compute", [exact_sum, portable_exp])
+def test_other_dtypes_are_rejected(compute: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(InvalidRequest, match=r"are torch\.float64; convert them to torch\.float32"):
+        compute(torch.ones(2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("compute", [exact_sum, portable_exp])

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from nano_inference.errors import InvalidRequest
+
 _SERIES = [1 / math.factorial(k) for k in range(15)]  # exp(r) to float64's last digit, r < 0.35
 
 
@@ -23,7 +25,10 @@ def portable_exp(values: Tensor) -> Tensor:
 
     Returns:
         exp(values), float32 of this shape. It overflows to infinity above 88.7.
+
+    Raises `InvalidRequest` for another dtype.
     """
+    _require_float32(values)
     return _Exp.apply(values)
 
 
@@ -36,9 +41,17 @@ def exact_sum(values: Tensor) -> Tensor:
         values: Numbers, float32 of any shape.
 
     Returns:
-        Sum, float32 scalar; 0 for no values.
+        Sum, float32 scalar; 0 for no values, nan for infinities of both signs.
+
+    Raises `InvalidRequest` for another dtype.
     """
+    _require_float32(values)
     return _Sum.apply(values)
+
+
+def _require_float32(values: Tensor) -> None:
+    if values.dtype != torch.float32:
+        raise InvalidRequest(f"the values are {values.dtype}; convert them to torch.float32.")
 
 
 class _Exp(Function):
@@ -66,7 +79,11 @@ class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
         ctx.shape = values.shape
-        return values.new_tensor(math.fsum(values.flatten().tolist()))
+        try:
+            total = math.fsum(values.flatten().tolist())
+        except ValueError:  # infinities of both signs
+            total = math.nan
+        return values.new_tensor(total)
 
     @staticmethod
     @once_differentiable

@@ -44,7 +44,7 @@ def one_rank(engine: InferenceEngine) -> InferenceEngine:
     counts = config.tensor_parallel, config.pipeline_parallel, config.context_parallel
     budget = engine.memory_budget
     longest = budget.max_model_len
-    # a rank's share of a token times the ranks is at least the whole
+    # Shares may be uneven, so there is memory for two of the longest sequences.
     whole_token = budget.bytes_per_token * counts[0] * counts[1] * counts[2]
     single = replace(
         config,
@@ -63,10 +63,10 @@ def one_rank(engine: InferenceEngine) -> InferenceEngine:
                 f"one rank has the numerics {other.numerics.fingerprint!r}, the ranks have "
                 f"{engine.numerics.fingerprint!r}; use an engine with one rank."
             )
-        version = engine.get_weight_version()
-        if version:
+        while (version := engine.get_weight_version()) != other.get_weight_version():
             weights = engine.weight_sync.state_dict()
-            other.update_weights(weights, blocking=True, version=version, complete=True)
+            if version == engine.get_weight_version():  # no update came between
+                other.update_weights(weights, blocking=True, version=version, complete=True)
     except BaseException:
         other.shutdown()
         raise
