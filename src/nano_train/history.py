@@ -62,8 +62,8 @@ class Origin(_Read):
 class UpdateLine(_Read):
     """Part of an update in steps.jsonl, as in `Update`. `parameters` is a hash."""
 
-    gradient_norm: float | None = None
-    parameters: str = ""
+    gradient_norm: float | None
+    parameters: str
 
 
 class Line(_Read):

@@ -25,7 +25,7 @@ const WINDOW = Math.ceil(Math.max(...runs.map((run) => run.columns.step.length))
 const isNumber = (value) => typeof value === "number";
 const thousands = (count) => count.toLocaleString("en-US");
 const written = (value) => (isNumber(value) ? shown(value, 4) : value === null ? "–" : String(value));
-const has = (run, name) => run.columns[name].some((value) => value !== null && value !== "");
+const has = (run, name) => run.columns[name].some((value) => value !== null);
 
 // -- facts ------------------------------------------------------------------------------------------
 

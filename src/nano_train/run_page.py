@@ -17,6 +17,7 @@ from nano_inference.cli.pages import (
     text_of,
 )
 from nano_inference.errors import ConfigError, ModelLoadError
+from nano_train.hashes import hash_of
 from nano_train.history import History, Line, Scores
 from nano_train.records import RunError
 from nano_train.show import state_of
@@ -30,6 +31,7 @@ MOST_BYTES = 2**24  # bytes of all samples in the page
 MOST_CONFIG = 20_000  # characters of a configuration
 MOST_LISTED = 10  # problems, changes and edits
 MOST_TEXT = 500  # characters of one of these
+NO_PARAMETERS = hash_of({})
 
 
 def page_of(histories: Sequence[History]) -> str:
@@ -241,9 +243,17 @@ def _figures(history: History, lines: Sequence[Line]) -> dict[str, list[Any]]:
         "kl": [line.kl for line in lines],
         "mismatch": [line.mismatch for line in lines],
         "seconds": [history.seconds.get(line.step) for line in lines],
-        "parameters": [line.updates[-1].parameters if line.updates else "" for line in lines],
+        "parameters": [_parameters(line) for line in lines],
     }
     return {name: [_plain(value) for value in column] for name, column in columns.items()}
+
+
+def _parameters(line: Line) -> str | None:
+    """Return the hash of the parameters after a step. None: they did not change, or no hash was
+    recorded.
+    """
+    last = line.updates[-1].parameters if line.updates else NO_PARAMETERS
+    return None if last == NO_PARAMETERS else last
 
 
 def _plain(value: Any) -> Any:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from nano_inference.errors import ConfigError
 from nano_inference.text import load_tokenizer
 from nano_train import run_page
+from nano_train.hashes import hash_of
 from nano_train.history import Line, read_history
-from nano_train.records import RunError
+from nano_train.records import RunError, Update
 from nano_train.run import read_run, train
 from tests.browser import NEEDS_CHROMIUM, shown_by_chromium
 from tests.cli.running import write_tokenizer
@@ -102,6 +103,18 @@ def test_page_facts_name_state_and_checkpoint(trained: Path) -> None:
     assert facts["last checkpoint"] == "step 4"
     about = json.loads((trained / "checkpoints" / "4" / "state.json").read_text())
     assert facts["SHA-256 of its parameters"] == about["parameters_sha256"]
+
+
+def test_page_has_no_hash_of_unchanged_parameters(copy: Path) -> None:
+    """The trainer logs the hash of nothing for an update that all advantages of 0 omit."""
+
+    def omit(number: int, line: dict[str, Any]) -> None:
+        if number == 2:
+            line["updates"][-1]["parameters"] = hash_of(Update(0.0, [], None).parameters)
+
+    change_lines(copy / "steps.jsonl", omit)
+    hashes = data_of(page_of(copy))["runs"][0]["columns"]["parameters"]
+    assert [value is None for value in hashes] == [False, False, True, False]
 
 
 @pytest.mark.parametrize("step", [0, 3])
