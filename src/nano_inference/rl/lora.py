@@ -45,6 +45,7 @@ from nano_inference.rl.scoring import BatchScores, ScoreBatch, score_batch
 from nano_inference.rl.scoring_module import (
     ScoringModule,
     dtype_of_products,
+    one_torch_thread,
     place_param,
     sum_of_parts,
 )
@@ -263,8 +264,9 @@ class LoraPolicy(ScoringModule):
             adapters.setdefault(decoder.head if head else target.param, []).append(part)
         weights = Weights(self._kernels(self._products), self._frozen, adapters)
         totals = Totals({name: tuple(value.shape) for name, value in values.items()})
-        for batch in micro_batches(scored, self.micro_batch_tokens):
-            decoder.add_gradients(weights, batch, temperature, totals)
+        with one_torch_thread():
+            for batch in micro_batches(scored, self.micro_batch_tokens):
+                decoder.add_gradients(weights, batch, temperature, totals)
         return {name: total for name in values if (total := totals.total(name)) is not None}
 
     def _with_adapter(

@@ -44,6 +44,7 @@ from nano_inference.rl.scoring import (
 from nano_inference.rl.scoring_module import (
     ScoringModule,
     dtype_of_products,
+    one_torch_thread,
     place_param,
     require_chosen_codes,
     sum_of_parts,
@@ -276,8 +277,9 @@ class PolicyModel(ScoringModule):
         params = LazyParams(table, lambda name: self._cast_one(table[name], values, self._products))
         weights, decoder = Weights(self._kernels(self._products), params), self._kernel_decoder()
         totals = Totals({name: table[name].shape for name in wanted})
-        for batch in micro_batches(scored, self.micro_batch_tokens):
-            decoder.add_gradients(weights, batch, temperature, totals)
+        with one_torch_thread():
+            for batch in micro_batches(scored, self.micro_batch_tokens):
+                decoder.add_gradients(weights, batch, temperature, totals)
         return {
             name: whole.narrow(0, slot.start, slot.shape[0])
             for name, slot in self._slots.items()
