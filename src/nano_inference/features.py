@@ -310,7 +310,6 @@ ENGINE_ROWS = (
         backends=TORCHS,
         excludes=(_FLEX,),
     ),
-    _adapters("adapters run on one rank", "omit max_loras or the ranks", ranks=()),
     _adapters(
         "it has no operations for adapters",
         "omit max_loras, or use backend='cpu' or 'reference' on a CPU",
@@ -531,7 +530,7 @@ SERVED_ROWS = (
 
 CALL_ROWS = (
     _feature(
-        "calls that use the whole model, such as embed, replay, LoraPolicy, DraftTrainer",
+        "calls that use the whole model, such as embed, replay, DraftTrainer",
         WHOLE_MODEL,
     )(
         "it needs the whole model in one process",

@@ -281,7 +281,6 @@ def test_adapter_limits_are_enforced(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"max_loras": 1, "tensor_parallel": 2}, "adapters run on one rank"),
         ({"max_lora_rank": 257}, "max_lora_rank=257 must be at most 256"),
         ({"loras": ("own",)}, "loras: 'own' must be NAME=FOLDER"),
         ({"loras": ("a=x", "a=y")}, "names an adapter twice"),

@@ -16,11 +16,13 @@ from nano_inference import (
     EngineConfig,
     InferenceEngine,
     InvalidRequest,
+    LoraSettings,
     SamplingParams,
     TrainingSample,
 )
 from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl import AdamW, LoraPolicy, PolicyModel, differences, one_rank, replay
+from tests.engine.test_adapters import matrices
 from tests.models.tiny import tiny_llama
 from tests.ranks.rank_threads import ThreadLauncher
 from tests.rl.training import bits
@@ -90,6 +92,56 @@ def test_policy_trains_on_ranks_as_on_one(folder: Path, mesh: dict[str, Any]) ->
     assert all(torch.equal(shared_params[name], param) for name, param in params.items())
 
 
+def adapted(engine: InferenceEngine) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Do two steps of training an adapter, with an update of the base weights in between, and
+    return all samples and the last matrices.
+    """
+    policy = LoraPolicy(engine, LoraSettings(rank=4))
+    optimizer = AdamW(policy.parameters(), lr=5e-2)
+    params = replace(PARAMS, adapter="trainer")
+    drawn: list[Any] = []
+    for _ in range(3):
+        policy.publish()
+        samples = engine.generate(PROMPTS, params, progress=False)
+        drawn += [(sample.completion_tokens, sample.logprobs) for sample in samples]
+        values = policy.logprobs(
+            [sample.prompt_tokens + sample.completion_tokens for sample in samples],
+            from_position=[len(sample.prompt_tokens) for sample in samples],
+            temperature=0.9,
+        )
+        for value, sample in zip(values, samples, strict=True):
+            assert bits(value) == bits(torch.tensor(sample.logprobs))
+        torch.cat([value * (1 + index) for index, value in enumerate(values)]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = engine.weight_sync.state_dict()
+        engine.update_weights({name: tensor * 1.01 for name, tensor in weights.items()})
+        engine.step()
+    policy.close()
+    return drawn, {name: param.detach() for name, param in policy.named_parameters()}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh))
+def test_adapter_trains_on_ranks_as_on_one(folder: Path, mesh: dict[str, Any]) -> None:
+    with engine_of(folder, backend=mesh.get("backend", "reference"), max_loras=1) as engine:
+        samples, params = adapted(engine)
+    with engine_of(folder, max_loras=1, **mesh) as engine:
+        shared_samples, shared_params = adapted(engine)
+    assert shared_samples == samples
+    assert all(torch.equal(shared_params[name], param) for name, param in params.items())
+    assert any(bool(param.any()) for name, param in params.items() if "lora_B" in name)
+
+
+def test_engine_of_one_rank_replays_adapters(folder: Path) -> None:
+    with engine_of(folder, tensor_parallel=2, max_loras=1) as engine:
+        engine.load_adapter("own", matrices(folder, 1), version=5)
+        params = replace(PARAMS, adapter="own")
+        (sample,) = engine.generate(PROMPTS[:1], params, progress=False)
+        with one_rank(engine) as whole:
+            assert whole.adapters() == engine.adapters()
+            assert not differences(sample, replay(whole, sample))
+
+
 def test_engine_of_one_rank_replays_live_weights(folder: Path) -> None:
     with engine_of(folder, tensor_parallel=2) as engine:
         policy = PolicyModel(engine)
@@ -122,8 +174,6 @@ def test_closed_policy_of_ranks_still_saves(folder: Path, tmp_path: Path) -> Non
 
 def test_ranks_with_other_bits_are_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(folder, tensor_parallel=2) as engine:
-        with pytest.raises(InvalidRequest, match="LoraPolicy is not possible with several ranks"):
-            LoraPolicy(engine)
         summed = replace(engine.numerics, tensor_parallel=2)
         monkeypatch.setattr(engine, "numerics", summed)
         with pytest.raises(ConfigError, match="are not those of one rank"):

@@ -15,12 +15,12 @@ from safetensors import torch as safetensors_torch
 
 from nano_inference import WeightSyncManager
 from nano_inference.arrays import HOST, HostArray, as_host, as_torch, host
+from nano_inference.checkpoints.lora import Pair
 from nano_inference.engine.adapters import merged
 from nano_inference.errors import WeightUpdateError
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
 from nano_inference.ops.cpu.backend import cpu_ops
-from nano_inference.ops.lora import LoraPart
 from nano_inference.weights import staging
 from nano_inference.weights.transports import flat_bucket, opened_bucket, wire
 from nano_inference.weights.transports.files import MARKER, write_folder
@@ -248,8 +248,8 @@ def test_merged_weights_have_equal_bits(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     weight, a, b = (torch.randn(size, generator=random) for size in ((48, 33), (5, 33), (5, 48)))
     weight = weight.to(dtype)
-    expected = merged(weight, LoraPart(0, a, b, 0.3))
-    ours: Any = merged(as_host(weight), LoraPart(0, as_host(a), as_host(b), 0.3))
+    expected = merged(weight, Pair(a, b.T, 0.3))
+    ours: Any = merged(as_host(weight), Pair(as_host(a), as_host(b).T, 0.3))
     assert isinstance(ours, HostArray)
     assert torch.equal(as_torch(ours), expected)
 

@@ -19,6 +19,7 @@ from nano_inference.models.parameters.param import ParamSpec
 from nano_inference.models.parameters.slots import Slot, slots
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import holds_numbers
+from nano_inference.models.sharding.shard import ModelShard
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.lora import HEAD, Adapter, LoraPart, Place
 
@@ -114,13 +115,17 @@ class Pair(NamedTuple):
     scale: float
 
 
-@lru_cache(maxsize=8)
-def targets_of(spec: ModelSpec) -> Mapping[str, Target]:
+@lru_cache(maxsize=32)
+def targets_of(spec: ModelSpec, part: ModelShard | None = None) -> Mapping[str, Target]:
     """Return the modules that accept adapters, keyed by their name without the model's prefix.
 
     A key is `layers.0.self_attn.q_proj`, for example.
+
+    Args:
+        spec: Description of the whole model.
+        part: Part that a rank holds. None: everything.
     """
-    table = param_table(spec)
+    table = param_table(spec, part)
     targets = {
         key: Target(name.removesuffix(".weight"), slot.param, slot)
         for name, slot in slots(table).items()
@@ -129,11 +134,15 @@ def targets_of(spec: ModelSpec) -> Mapping[str, Target]:
         and slot.param.rpartition(".")[2] in ADAPTED
         and name.endswith(".weight")
     }
-    head = _head_slot(spec, table)
-    return MappingProxyType(targets | {"lm_head": Target("lm_head", HEAD, head)})
+    if part is None or part.position.is_last_stage:
+        targets["lm_head"] = Target("lm_head", HEAD, _head_slot(spec, table))
+    return MappingProxyType(targets)
 
 
 def _head_slot(spec: ModelSpec, table: Iterable[ParamSpec]) -> Slot:
+    """Return the slot of the whole head: tensor ranks gather the logits of a row before they add
+    its adapter.
+    """
     name = "embed" if spec.tie_word_embeddings else "head"
     (param,) = (each for each in table if each.name == name)
     shape = param.sources[0].shape
@@ -318,12 +327,51 @@ def _half(name: str) -> tuple[str, str]:
 
 
 class Made(NamedTuple):
-    """Adapter with its largest rank, the kinds of its modules, and its size in bytes."""
+    """Adapter as a rank computes it, with the whole adapter's largest rank, kinds of modules, and
+    size in bytes.
+    """
 
     adapter: Adapter
     rank: int
     kinds: tuple[str, ...]
     num_bytes: int
+
+
+def pairs_in(adapter: Adapter, spec: ModelSpec) -> dict[str, Pair]:
+    """Return the matrices of a whole adapter by the names of `targets_of`, in a checkpoint's order
+    of rows and columns.
+    """
+    every = {(param, part.first): part for param, parts in adapter.parts.items() for part in parts}
+    pairs = dict[str, Pair]()
+    for key, target in targets_of(spec).items():
+        part, slot = every.get((target.param, target.slot.start)), target.slot
+        if part is None:
+            continue
+        pair = Pair(part.a, part.b.T, part.scale)
+        if slot.parts is not None:
+            half = "a" if slot.axis else "b"
+            ordered = getattr(pair, half).clone()
+            slot.put(ordered, getattr(pair, half))
+            pair = pair._replace(**{half: ordered})
+        pairs[key] = pair
+    return pairs
+
+
+def own_pair(target: Target, whole: Target, pair: Pair) -> Pair:
+    """Return the matrices of a module as a rank computes them, in the decoder's order of rows and
+    columns.
+
+    If ranks divide the module's output, B has the rank's rows. A has all columns, also if ranks
+    divide the input.
+
+    Args:
+        target: Module as the rank holds it.
+        whole: Module of the whole model.
+        pair: Whole matrices.
+    """
+    if target.slot.axis == 0:
+        return pair._replace(b=target.slot.take(pair.b))
+    return pair._replace(a=whole.slot.take(pair.a))
 
 
 class AdapterMemory:
@@ -332,27 +380,44 @@ class AdapterMemory:
     If modules, shapes and scales are equal, an update only copies the weights.
 
     Args:
+        part: Part of the model that this rank holds.
         placed: `Ops.placed` of the operations that compute the adapters.
     """
 
     def __init__(
         self,
-        spec: ModelSpec,
+        part: ModelShard,
         device: Device,
         placed: Callable[[Sequence[Place]], Callable[[Sequence[Tensor]], int]],
     ) -> None:
-        self._spec, self._device, self._placed = spec, device, placed
+        self._part, self._device, self._placed = part, device, placed
         self._spare: _Piece | None = None  # memory of the latest removed adapter
 
     def make(self, name: str, version: int, pairs: Mapping[str, Pair]) -> Made:
         """Copy an adapter's matrices to float32 in the layout of the operations.
 
-        Raises `AdapterError` for numbers that are not finite.
+        Modules of other stages are left out. Raises `AdapterError` for numbers that are not finite.
         """
+        targets, whole = targets_of(self._part.whole, self._part), targets_of(self._part.whole)
+        held = {
+            key: own_pair(targets[key], whole[key], pair)
+            for key, pair in pairs.items()
+            if key in targets
+        }
+        return Made(
+            self.make_held(name, version, held),
+            max(pair.a.shape[0] for pair in pairs.values()),
+            tuple(sorted({whole[key].kind for key in pairs})),
+            4 * sum(math.prod(pair.a.shape) + math.prod(pair.b.shape) for pair in pairs.values()),
+        )
+
+    def make_held(self, name: str, version: int, pairs: Mapping[str, Pair]) -> Adapter:
+        """Make an adapter of the matrices that this rank holds (`own_pair`), possibly none."""
         form = _form_of(pairs)
         piece, self._spare = self._spare, None
         if piece is None or piece.form != form:
-            piece = _Piece(form, targets_of(self._spec), self._device, self._placed)
+            targets = targets_of(self._part.whole, self._part)
+            piece = _Piece(form, targets, self._device, self._placed)
         try:
             piece.write(pairs)
         except BaseException:
@@ -361,7 +426,7 @@ class AdapterMemory:
         adapter = Adapter(name, version, piece.parts, piece.packed)
         # reuse the memory only after the adapter's last reader
         weakref.finalize(adapter, self._keep, piece).atexit = False
-        return Made(adapter, piece.rank, piece.kinds, piece.num_bytes)
+        return adapter
 
     def _keep(self, piece: "_Piece") -> None:
         self._spare = piece
@@ -389,17 +454,12 @@ class _Piece:
     ) -> None:
         self.form, self.packed = form, dict[Any, Any]()
         self._targets = [targets[place] for place, *_ in form]
-        self.kinds = tuple(sorted({target.kind for target in self._targets}))
-        self.rank = max(a[0] for _, a, _, _ in form)
-        # shapes of this rank's part of A [rank, in] and of B, transposed
-        shapes = [
-            [(a[0], size) for size in reversed(target.slot.local_shape)]
-            for target, (_, a, _, _) in zip(self._targets, form, strict=True)
-        ]
-        self.num_bytes = 4 * sum(rows * columns for pair in shapes for rows, columns in pair)
+        # shapes of A [rank, in] and of B, transposed
+        shapes = [(a, (b[1], b[0])) for _, a, b, _ in form]
         # align each to 64 bytes
         sizes = [-(-rows * columns // 16) * 16 for pair in shapes for rows, columns in pair]
-        pieces = iter(namespace(device).empty(sum(sizes), device=device).split(sizes))
+        memory = namespace(device).empty(sum(sizes), device=device)
+        pieces = iter(memory.split(sizes) if sizes else ())
         parts, places = dict[str, list[LoraPart]](), list[Place]()
         for target, (_, _, _, scale), pair in zip(self._targets, form, shapes, strict=True):
             a, b = (next(pieces)[: rows * size].reshape(rows, size) for rows, size in pair)
@@ -417,13 +477,7 @@ class _Piece:
 
         Raises `AdapterError` after the write if a number is not finite.
         """
-        sources: list[Tensor] = []
-        for target, (a, b, _) in zip(self._targets, pairs.values(), strict=True):
-            if target.slot.parts is not None:
-                axis, take = target.slot.axis, target.slot.take
-                a, b = (a, take(b)) if axis == 0 else (take(a), b)
-            sources += (a, b)
-        wrong = self._write(sources)
+        wrong = self._write([half for pair in pairs.values() for half in (pair.a, pair.b)])
         if wrong >= 0:
             module = self._targets[wrong // 2].module
             raise AdapterError(f"lora_{'AB'[wrong % 2]} of {module!r} is not finite.")

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from nano_inference.arrays import Tensor, namespace, without_gradients
+from nano_inference.checkpoints.lora import Pair
 from nano_inference.core.apply import Applied, SampledTokens
 from nano_inference.core.batch import Chunks
 from nano_inference.core.decision import SchedulerOutput
@@ -20,6 +21,7 @@ from nano_inference.errors import RankLost
 from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult, HeadRows
 from nano_inference.models.routes import RouteRecord
 from nano_inference.ops.batches import ForwardBatch
+from nano_inference.ops.lora import Adapter
 from nano_inference.sampling.columns import Arrays
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import Masks
@@ -89,14 +91,24 @@ class StepResult(NamedTuple):
     graph: Any = None  # captured graph that computed the step, if any
 
 
+class AdapterRanks(Protocol):
+    """Other ranks, which compute their parts of adapters."""
+
+    def give(self, adapter: Adapter, pairs: Mapping[str, Pair]) -> None:
+        """Send the ranks their matrices of an adapter. Raises `AdapterError` or `RankLost`."""
+        ...
+
+
 class ModelRunner:
     """Runner that owns the models and KV tensors by weight set, and counts computed tokens.
 
     Attributes:
         shares: Other ranks' parts of weight updates, or None if there are no other ranks.
+        adapters: Adapters of other ranks, or None if there are no other ranks.
     """
 
     shares: OtherRanks | None = None
+    adapters: AdapterRanks | None = None
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ from nano_inference.checkpoints.lora import (
     AdapterMemory,
     LoraSettings,
     Pair,
+    pairs_in,
     pairs_of,
     read_folder,
     settings_of,
@@ -42,6 +43,7 @@ from nano_inference.checkpoints.lora import (
     targets_of,
 )
 from nano_inference.core.versions import being_merged
+from nano_inference.device.runner import AdapterRanks
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.engine.weight_updates import Updates
 from nano_inference.errors import (
@@ -56,7 +58,7 @@ from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.slots import named_slots
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import as_held, read
-from nano_inference.ops.lora import HEAD, Adapter, LoraPart
+from nano_inference.ops.lora import Adapter
 from nano_inference.types import AdapterInfo, KvPolicy
 from nano_inference.weights.staging import taken
 
@@ -68,19 +70,29 @@ class Adapters:
     """Adapters of one engine.
 
     Args:
-        model: Model that they adapt.
+        model: Model that they adapt, or this rank's part of it.
         shared: Loop that computes their requests.
+        ranks: Other ranks that compute parts of the model. None: there are none.
         most: Maximum number of loaded adapters. 0 disables adapters.
         most_rank: Highest rank of their matrices.
     """
 
-    def __init__(self, model: Decoder, shared: SharedLoop, most: int, most_rank: int) -> None:
-        self._model, self._shared = model, shared
+    def __init__(
+        self,
+        model: Decoder,
+        shared: SharedLoop,
+        ranks: AdapterRanks | None,
+        most: int,
+        most_rank: int,
+    ) -> None:
+        self._model, self._shared, self._ranks = model, shared, ranks
         self._most, self._most_rank = most, most_rank
-        self._memory = AdapterMemory(model.part.whole, model.device, model.ops.placed)
+        self._memory = AdapterMemory(model.part, model.device, model.ops.placed)
         self._loaded = shared.loop.sequences.adapters
         self._newest: dict[str, int] = {}  # newest version by name, also of unloaded adapters
         self._infos: dict[str, AdapterInfo] = {}
+        # whole matrices of loaded adapters, if other ranks compute parts of them
+        self._whole: dict[str, dict[str, Pair]] = {}
         self._lock = threading.Lock()  # held while an adapter is loaded or unloaded
 
     def load(
@@ -140,9 +152,9 @@ class Adapters:
         with self._lock:
             self._require_place(name)
             number = self._next_version(name, version)
-            adapter, rank, kinds, size = self._memory.make(name, number, pairs)
-            info = AdapterInfo(name, number, rank, kinds, size, folder)
-            return self._serve(adapter, info, kv_policy)
+            made = self._memory.make(name, number, pairs)
+            info = AdapterInfo(name, number, made.rank, made.kinds, made.num_bytes, folder)
+            return self._serve(made.adapter, pairs, info, kv_policy)
 
     def unload(self, name: str) -> None:
         """Unload an adapter as `InferenceEngine.unload_adapter` documents."""
@@ -155,6 +167,7 @@ class Adapters:
                 gone = self._loaded.pop(name)
                 self._shared.loop.cache.let_go_adapter(adapter_key(gone.name, gone.version))
             del self._infos[name]
+            self._whole.pop(name, None)
 
     def infos(self) -> list[AdapterInfo]:
         """Return the adapters that requests can name, sorted by name."""
@@ -170,14 +183,12 @@ class Adapters:
         with self._lock:
             if name not in self._infos:
                 raise AdapterNotFound(f"adapter {name!r} is not loaded.")
-            adapter, info = self._loaded[name], self._infos[name]
-        assert isinstance(adapter, Adapter)
+            pairs, info = self.pairs(name), self._infos[name]
         tensors: dict[str, Tensor] = {}
-        places: list[tuple[str, int, float]] = []  # JSON preserves numbers exactly
-        for param, parts in adapter.parts.items():
-            for part in parts:
-                tensors |= {f"{len(places)}.a": part.a, f"{len(places)}.b": part.b}
-                places.append((param, part.first, part.scale))
+        places: list[tuple[str, float]] = []  # JSON preserves numbers exactly
+        for key, (a, b, scale) in pairs.items():
+            tensors |= {f"{len(places)}.a": a, f"{len(places)}.b": b}
+            places.append((key, scale))
         arrays = {key: as_host(tensor).contiguous() for key, tensor in tensors.items()}
         save_file(arrays, path, {"info": json.dumps(asdict(info)), "places": json.dumps(places)})
 
@@ -186,22 +197,31 @@ class Adapters:
         `AdapterError`.
         """
         self._shared.require_alive()
-        parts: dict[str, list[LoraPart]] = {}
+        pairs: dict[str, Pair] = {}
         device = self._model.device
         with safe_open(path, framework="np") as file:
             metadata: dict[str, str] = file.metadata()
-            for index, (param, first, scale) in enumerate(json.loads(metadata["places"])):
-                halves = (as_host(file.get_tensor(f"{index}.{half}")).clone() for half in "ab")
-                a, b = (of_kind(device, half).to(device) for half in halves)
-                parts.setdefault(param, []).append(LoraPart(first, a, b, scale))
+            for index, (key, scale) in enumerate(json.loads(metadata["places"])):
+                a, b = (
+                    of_kind(device, as_host(file.get_tensor(f"{index}.{half}")).clone()).to(device)
+                    for half in "ab"
+                )
+                pairs[key] = Pair(a, b, scale)
         values: dict[str, Any] = json.loads(metadata["info"])
         values["targets"] = tuple(values["targets"])
         info = AdapterInfo(**values)
-        every = {param: tuple(own) for param, own in parts.items()}
-        adapter = Adapter(info.name, info.version, every)
         with self._lock:
             self._require_place(info.name)
-            return self._serve(adapter, info, kv_policy)
+            made = self._memory.make(info.name, info.version, pairs)
+            return self._serve(made.adapter, pairs, info, kv_policy)
+
+    def pairs(self, name: str) -> dict[str, Pair]:
+        """Return the whole matrices of a loaded adapter by the names of `targets_of`."""
+        if self._ranks is not None:
+            return self._whole[name]
+        adapter = self._loaded[name]
+        assert isinstance(adapter, Adapter)
+        return pairs_in(adapter, self._model.part.whole)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -219,10 +239,21 @@ class Adapters:
                 f"kv_policy={kv_policy!r} must be one of {', '.join(map(repr, POLICIES))}."
             )
 
-    def _serve(self, adapter: Adapter, info: AdapterInfo, kv_policy: KvPolicy) -> AdapterInfo:
+    def _serve(
+        self, adapter: Adapter, pairs: Mapping[str, Pair], info: AdapterInfo, kv_policy: KvPolicy
+    ) -> AdapterInfo:
+        if self._ranks is not None:
+            # the caller may change its matrices afterwards
+            pairs = {
+                key: Pair(a.detach().float().clone(), b.detach().float().clone(), scale)
+                for key, (a, b, scale) in pairs.items()
+            }
+            self._ranks.give(adapter, pairs)
         with self._shared.lock:
             self._require_apart(info.name)
             self._shared.change_adapter(adapter, kv_policy)
+        if self._ranks is not None:
+            self._whole[info.name] = dict(pairs)
         self._newest[info.name] = info.version
         self._infos[info.name] = info
         return info
@@ -280,12 +311,16 @@ class Merging:
     """Merged adapter of one engine, or none. Any thread may use it.
 
     Args:
+        adapters: Adapters of the engine.
         model: Model that is adapted.
         updates: Updates that write the weights.
         shared: Loop that computes its requests.
     """
 
-    def __init__(self, model: Decoder, updates: Updates, shared: SharedLoop) -> None:
+    def __init__(
+        self, adapters: Adapters, model: Decoder, updates: Updates, shared: SharedLoop
+    ) -> None:
+        self._adapters = adapters
         self._model, self._updates, self._shared = model, updates, shared
         self._live = shared.loop.sequences
         self._originals: dict[str, Tensor] = {}
@@ -295,14 +330,15 @@ class Merging:
         with ExitStack() as stack:
             with self._shared.lock:
                 self._shared.handle()
-                parts = self._parts(self._mergeable(name))
+                self._require_mergeable(name)
+                pairs = self._pairs(name)
                 self._require_quiet(name)
                 self._reserve(name)
                 stack.enter_context(self._refusing(name))
                 tensor = self._updates.manager.weights.tensor
-                originals = {key: tensor(key).clone() for key in parts}
+                originals = {key: tensor(key).clone() for key in pairs}
             # slow, so without the lock: requests without an adapter continue meanwhile
-            weights = {key: merged(originals[key], part) for key, part in parts.items()}
+            weights = {key: merged(originals[key], pair) for key, pair in pairs.items()}
             return self._write(name, weights, name, originals)
 
     def unmerge(self) -> int:
@@ -366,45 +402,39 @@ class Merging:
                 "call wake() first."
             )
 
-    def _mergeable(self, name: str) -> Adapter:
-        """Return an adapter that can be merged. Raises `AdapterError` if it or the model does not
-        allow it.
-        """
+    def _require_mergeable(self, name: str) -> None:
+        """Raise `AdapterError` if an adapter or the model does not allow a merge."""
         self._require_settled()
         if self._live.merged is not None:
             raise AdapterError(
                 f"adapter {self._live.merged!r} is already merged; call unmerge_adapter() first."
             )
-        adapter = self._live.adapters.get(name)
-        if adapter is None:
+        if name not in self._live.adapters:
             raise AdapterNotFound(f"adapter {name!r} is not loaded; load it first.")
-        assert isinstance(adapter, Adapter)
         spec = self._model.part.whole
-        if HEAD in adapter.parts and spec.tie_word_embeddings:
+        if "lm_head" in self._adapters.pairs(name) and spec.tie_word_embeddings:
             raise AdapterError(
                 f"adapter {name!r} adapts the head, which this model shares with the embedding, so "
                 "a merge would change both; serve it unmerged."
             )
-        return adapter
 
-    def _parts(self, adapter: Adapter) -> dict[str, LoraPart]:
-        """Return the adapter's parts by checkpoint name."""
-        parts_by_name: dict[str, LoraPart] = {}
-        every = {(p, part.first): part for p, parts in adapter.parts.items() for part in parts}
-        manager = self._updates.manager
-        for target in targets_of(self._model.part.whole).values():
-            part = every.get((target.param, target.slot.start))
-            if part is not None and target.slot.parts is None:
-                parts_by_name[f"{target.module}.weight"] = part
-                del every[target.param, part.first]
-        unknown = [name for name in parts_by_name if name not in manager.shapes]
-        if every or unknown:
+    def _pairs(self, name: str) -> dict[str, Pair]:
+        """Return the adapter's matrices by checkpoint name."""
+        targets = targets_of(self._model.part.whole)
+        pairs = {
+            f"{targets[key].module}.weight": pair
+            for key, pair in self._adapters.pairs(name).items()
+        }
+        known = {
+            f"{target.module}.weight" for target in targets.values() if target.slot.parts is None
+        } & self._updates.manager.shapes.keys()
+        unknown = [weight for weight in pairs if weight not in known]
+        if unknown:
             raise AdapterError(
-                f"adapter {adapter.name!r} adapts a weight that is not a separate tensor of the "
-                f"checkpoint ({(unknown or sorted(param for param, _ in every))[0]}); serve it "
-                "unmerged."
+                f"adapter {name!r} adapts a weight that is not a separate tensor of the "
+                f"checkpoint ({unknown[0]}); serve it unmerged."
             )
-        return parts_by_name
+        return pairs
 
     def _require_quiet(self, name: str) -> None:
         """Raise `AdapterError` while a request with an adapter could see only part of the merge.
@@ -427,12 +457,12 @@ class Merging:
             )
 
 
-def merged(weight: Tensor, part: LoraPart) -> Tensor:
+def merged(weight: Tensor, pair: Pair) -> Tensor:
     """Return a weight [out, in] with an adapter merged into it. The rank-1 products are added one
     after the other, element by element, so that neither threads nor sizes change the order.
     """
     xp = namespace(weight)
     added = xp.zeros(weight.shape, dtype=xp.float32, device=weight.device)
-    for row, column in zip(part.a, part.b, strict=True):  # [in], [out]
+    for row, column in zip(pair.a, pair.b.T, strict=True):  # [in], [out]
         added += column[:, None] * row[None, :]
-    return (weight.float() + added * part.scale).to(weight.dtype)
+    return (weight.float() + added * pair.scale).to(weight.dtype)

@@ -157,7 +157,7 @@ class InferenceEngine:
             self.kept_prompts = KeptPrompts(self.shared, self.intake)
             self._updates = Updates(self.weight_sync, self.shared)
             self.adapter_table = self._make_adapters()
-            self._merging = Merging(self.model, self._updates, self.shared)
+            self._merging = Merging(self.adapter_table, self.model, self._updates, self.shared)
             self.runner.watch(self.shared.lose)
             undo.pop_all()
 
@@ -625,8 +625,7 @@ class InferenceEngine:
 
         Raises `AdapterError`, with nothing changed, for quantized weights (`quantization`) and for
         an adapter of a tied head. The same error is raised while the weights are asleep, while a
-        request uses an adapter, and during an update. Merging needs a single rank, like all
-        adapters.
+        request uses an adapter, and during an update.
         """
         self.shared.require_alive()
         if self.config.codes is not None:
@@ -649,7 +648,8 @@ class InferenceEngine:
     def _make_adapters(self) -> Adapters:
         config = self.config
         most = max(config.max_loras, len(config.loras))
-        adapters = Adapters(self.model, self.shared, most, config.max_lora_rank)
+        ranks = self.runner.adapters
+        adapters = Adapters(self.model, self.shared, ranks, most, config.max_lora_rank)
         for entry in config.loras:
             name, _, folder = entry.partition("=")
             adapters.load(name, folder)

@@ -175,6 +175,7 @@ class Decoder:
             None
             if best is None
             else BestTokens(*(context.rejoin(step.best, each) for each in best)),
+            self._head_rows(batch).of(batch.logits_indices),
         )
 
     def _forward(self, batch: ForwardBatch, view: KvcacheView) -> ForwardResult:

@@ -159,6 +159,7 @@ def own_rows(
         row_chunks=batch.row_chunks[rows],
         cu_seqlens_q=xp.searchsorted(rows, batch.cu_seqlens_q),
         logits_indices=step.logits.own_rows,
+        row_adapters=batch.row_adapters[rows] if batch.adapters else batch.row_adapters,
         score_rows=step.scores.own_rows,
         score_targets=batch.score_targets[scored],
         score_temperatures=batch.score_temperatures[scored],

@@ -8,7 +8,7 @@ new tokens and new blocks are sent.
 from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -23,6 +23,9 @@ from nano_inference.ops.batches import ForwardBatch
 from nano_inference.sampling.sampling_batch import Masks
 from nano_inference.sampling.tensors import TORCH, SamplingBatch
 from nano_inference.types import SamplingParams
+
+if TYPE_CHECKING:
+    from nano_inference.ranks.adapters import HeldAdapters, SentAdapters
 
 _REALS = [each.name for each in fields(SamplingParams) if isinstance(each.default, float)]
 _FORGET = 64  # ended sequences that may accumulate before a step reports them
@@ -56,6 +59,8 @@ class Forward(msgspec.Struct, tag="forward", frozen=True):
         forks: Ids of the sequences that are created in this step, in order.
         copies: Blocks (source, target) to copy first.
         units: Blocks with changed units, followed by these units: int64 [1 + U, B].
+        adapters: (sequence id, number of its adapter) of sequences with a new adapter.
+        removed: Numbers of adapters that no sequence uses any more.
     """
 
     decision: SchedulerOutput
@@ -68,6 +73,8 @@ class Forward(msgspec.Struct, tag="forward", frozen=True):
     forks: list[int]
     copies: tuple[tuple[int, int], ...]
     units: bytes
+    adapters: list[tuple[int, int]]
+    removed: list[int]
 
 
 class Draw(msgspec.Struct, tag="draw", frozen=True):
@@ -91,11 +98,18 @@ class StepSender:
     Args:
         block_size: Tokens per block.
         units: Units of blocks, or None if a block is its unit.
+        adapters: Adapters that the workers hold. None: they hold none.
     """
 
-    def __init__(self, block_size: int, units: UnitPool | None = None) -> None:
-        self._block_size, self._units = block_size, units
+    def __init__(
+        self,
+        block_size: int,
+        units: UnitPool | None = None,
+        adapters: "SentAdapters | None" = None,
+    ) -> None:
+        self._block_size, self._units, self._adapters = block_size, units, adapters
         self._known: dict[int, int] = {}  # number of tokens known to the workers, by sequence
+        self._adapter_of: dict[int, int] = {}  # number of the adapter that they know, by sequence
         self._alive: list[Sequence] = []  # the same sequences
         self._penalizes = False  # True if a sequence may need the latest tokens for a draw
         self._most = _FORGET
@@ -103,7 +117,8 @@ class StepSender:
 
     def forward(self, decision: SchedulerOutput, applied: Applied, sequences: Sequences) -> Forward:
         """Return the message of a step."""
-        ended = self._ended() if len(self._alive) > self._most else []
+        # an ended sequence would keep the memory of its adapter
+        ended = self._ended() if len(self._alive) > self._most or self._adapter_of else []
         live = sequences.by_id
         seqs = [live[seq_id] for seq_id in decision.seq_ids]
         new = self._enter(seqs, whole=False)
@@ -125,6 +140,8 @@ class StepSender:
             forks=[seq.seq_id for seq in forks],
             copies=applied.block_copies,
             units=b"" if self._units is None else _changed_units(self._units),
+            adapters=self._new_adapters(seqs),
+            removed=[] if self._adapters is None else self._adapters.take_removed(),
         )
 
     def draw(self, chunks: Chunks, masks: Masks) -> Draw:
@@ -160,6 +177,17 @@ class StepSender:
                 known[seq.seq_id] = now
         return (counts, token_ids) if token_ids else ([], [])
 
+    def _new_adapters(self, seqs: Iterable[Sequence]) -> list[tuple[int, int]]:
+        """Return the adapters of sequences whose adapter the workers do not know yet."""
+        new = list[tuple[int, int]]()
+        for seq in seqs:
+            if seq.adapter is not None and self._adapters is not None:
+                number = self._adapters.number(seq.adapter)
+                if self._adapter_of.get(seq.seq_id) != number:
+                    self._adapter_of[seq.seq_id] = number
+                    new.append((seq.seq_id, number))
+        return new
+
     def _tables(
         self, decision: SchedulerOutput, seqs: Listed[Sequence]
     ) -> list[tuple[int, int, list[int]]]:
@@ -176,6 +204,7 @@ class StepSender:
         ended = [seq.seq_id for seq in self._alive if seq.status is SequenceStatus.FINISHED]
         for seq_id in ended:
             del self._known[seq_id]
+            self._adapter_of.pop(seq_id, None)
         self._alive = [seq for seq in self._alive if seq.seq_id in self._known]
         self._penalizes = any(seq.request.params.penalizes for seq in self._alive)
         self._most = 2 * len(self._alive) + _FORGET
@@ -185,8 +214,13 @@ class StepSender:
 class StepReplay:
     """Worker's end: the sequences as batches need them, and the batches of a step."""
 
-    def __init__(self, block_size: int, units: UnitPool | None = None) -> None:
-        self._block_size, self._units = block_size, units
+    def __init__(
+        self,
+        block_size: int,
+        units: UnitPool | None = None,
+        adapters: "HeldAdapters | None" = None,
+    ) -> None:
+        self._block_size, self._units, self._adapters = block_size, units, adapters
         self._sequences = Sequences()
         self._builder = BatchBuilder(block_size, TORCH)
         self._chunks: Chunks | None = None
@@ -209,6 +243,7 @@ class StepReplay:
             live[seq_id].scores[:] = [0.0] * known
         for seq_id, first, blocks in message.tables:
             live[seq_id].block_ids[first:] = blocks
+        self._follow_adapters(message)
         sampled = self._sampled(decision, seqs, message.forks)
         if self._units is not None:
             _follow_units(self._units, message.units)
@@ -226,6 +261,19 @@ class StepReplay:
         self._newest = {seq.seq_id: place for place, seq in enumerate(chunks.sampled)}
         masks = [(place, np.frombuffer(words, dtype=np.int32)) for place, words in message.masks]
         return self._builder.sampling_batch(chunks, masks)
+
+    def _follow_adapters(self, message: Forward) -> None:
+        """Set the adapters of sequences, and drop adapters that rank 0 has dropped."""
+        if self._adapters is None:
+            return
+        live = self._sequences.by_id
+        for seq_id, number in message.adapters:
+            live[seq_id].adapter = self._adapters.get(number)
+        for number in message.removed:
+            adapter = self._adapters.drop(number)
+            for seq in live.values():  # ended sequences, which are reported later
+                if seq.adapter is adapter:
+                    seq.adapter = None
 
     def _sampled(
         self, decision: SchedulerOutput, seqs: Listed[Sequence], forks: Listed[int]

@@ -21,6 +21,7 @@ from nano_inference.errors import InvalidRequest, NanoInferenceError, RankLost
 from nano_inference.kv_cache.sliding_window import UnitPool
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.parallel.process_group import ProcessGroup
+from nano_inference.ranks.adapters import SentAdapters
 from nano_inference.ranks.messages import Call
 from nano_inference.ranks.replay import StepSender
 from nano_inference.ranks.sharing import SentUpdates
@@ -53,7 +54,8 @@ class RankedRunner(ModelRunner):
         self.own, self.worker_group = local, worker_group
         self.models, self.storages, self.device = local.models, local.storages, local.device
         self.shares = self._sent = SentUpdates(worker_group, local.models[POLICY])
-        self._steps = StepSender(block_size, units)
+        self.adapters = SentAdapters(worker_group, local.models[POLICY])
+        self._steps = StepSender(block_size, units, self.adapters)
         self._groups, self._units = groups, units
         # kill the others, so that waits for a hanging rank fail
         worker_group.watch(lambda _: worker_group.kill())

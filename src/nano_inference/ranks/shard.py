@@ -13,6 +13,7 @@ from nano_inference.errors import ConfigError
 from nano_inference.models.parameters.slots import named_slots
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import read
+from nano_inference.ranks.adapters import HeldAdapters
 from nano_inference.ranks.assembly import config_here, digest_of, process_groups, rank_of
 from nano_inference.ranks.build import plan_engine
 from nano_inference.ranks.messages import Begin, Build, Size
@@ -53,7 +54,8 @@ class Shard:
         parts = assemble(config, rank=rank)
         self.runner = parts.runner
         self.place = rank.mesh_place
-        self._steps = StepReplay(config.block_size, parts.cache.units)
+        self._adapters = HeldAdapters(self.runner.models[POLICY])
+        self._steps = StepReplay(config.block_size, parts.cache.units, self._adapters)
         self._result: Any = None
         self._drawn: deque[Any] = deque()  # samples of the latest steps, the newest last
         self._asleep: dict[str, Sleep] = {}
@@ -130,6 +132,12 @@ class Shard:
     def _on_write_blocks(self, block_ids: list[int], data: bytes) -> None:
         whole = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(block_ids), -1)
         self.runner.storage.write_blocks(block_ids, whole)
+
+    def _on_add_matrices(self, **matrices: Any) -> None:
+        self._adapters.add(**matrices)
+
+    def _on_make_adapter(self, number: int, name: str, version: int) -> None:
+        self._adapters.make(number, name, version)
 
     def _on_settle(self, update: int) -> None:
         self.updates.settle(update)

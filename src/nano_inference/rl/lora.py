@@ -41,6 +41,7 @@ from nano_inference.ops.lora import HEAD, Adapter
 from nano_inference.rl.backward.weights import AdapterPart, LazyParams, Totals, Weights
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states
+from nano_inference.rl.ranks import follow
 from nano_inference.rl.scoring import BatchScores, ScoreBatch, score_batch
 from nano_inference.rl.scoring_module import (
     ScoringModule,
@@ -68,6 +69,9 @@ class LoraPolicy(ScoringModule):
     A starts with uniform numbers (Kaiming, as in PEFT), B with zeros: a new adapter changes
     nothing.
 
+    If several ranks share the engine's model, rank 0 holds a second, whole copy of the weights for
+    the logprobs, which follows updates of the engine.
+
     Args:
         engine: Engine that accepts adapters (`max_loras`), or a configuration to build one from.
         settings: Rank, alpha, targets and seed. None: the defaults.
@@ -90,13 +94,7 @@ class LoraPolicy(ScoringModule):
     ) -> None:
         super().__init__(engine, micro_batch_tokens, num_workers)
         settings = settings or LoraSettings()
-        spec, model = self.engine.spec, self.engine.model
-        if spec.state is not None or spec.moe is not None:
-            kind = "experts" if spec.moe is not None else "layers that carry a state"
-            raise ConfigError(
-                f"LoraPolicy has no gradients for {spec.architecture}, because it has {kind}; "
-                "choose another model."
-            )
+        spec, model = self.scorer.spec, self.scorer.model
         if not model.ops.has_adapters or model.device.type != "cpu":
             raise ConfigError(
                 f"backend {model.ops.name!r} on {model.device} does not support adapters; use "
@@ -121,14 +119,23 @@ class LoraPolicy(ScoringModule):
             (key, self._owner(target, "lora_A"), self._owner(target, "lora_B"))
             for key, target in self._by_key()
         ]
-        self._memory = AdapterMemory(spec, model.device, model.ops.placed)
-        self._products = dtype_of_products(self.engine, gradient_dtype, self.gradients)
+        self._memory = AdapterMemory(model.part, model.device, model.ops.placed)
+        self._products = dtype_of_products(self.scorer, gradient_dtype, self.gradients)
         self._decoder = self._torch_decoder(self._products)
         self._float32 = {p.name for p in param_table(spec) if p.keep_float32}
         # the engine's weights, converted one at a time: there is no second copy of the model
         self._frozen = LazyParams(model.params, self._converted)
         self._lock = threading.Lock()
         self._scoring: tuple[list[State], Adapter] | None = None
+
+    def _require_trainable(self) -> None:
+        spec = self.engine.spec
+        if spec.state is not None or spec.moe is not None:
+            kind = "experts" if spec.moe is not None else "layers that carry a state"
+            raise ConfigError(
+                f"LoraPolicy has no gradients for {spec.architecture}, because it has {kind}; "
+                "choose another model."
+            )
 
     def publish(
         self,
@@ -211,12 +218,14 @@ class LoraPolicy(ScoringModule):
     def _score(self, batch: ScoreBatch) -> tuple[BatchScores, list[State]]:
         """Return the scores, and the parameters' states from which they were computed."""
         with self._lock:
+            if self.scorer is not self.engine:
+                follow(self.engine, self.scorer)
             now = states([*self.parameters()])
             if self._scoring is None or self._scoring[0] != now:
                 # a name that is not served, and a number that no other policy has used
                 name, number = f"{self.name}\n", next(_NUMBERS)
                 self._scoring = now, self._memory.make(name, number, self._pairs()).adapter
-            return score_batch(self.engine, batch, POLICY, self._scoring[1]), now
+            return score_batch(self.scorer, batch, POLICY, self._scoring[1]), now
 
     def _base_version(self) -> int | None:
         asleep = not self.engine.shared.life.has_weights
@@ -227,7 +236,7 @@ class LoraPolicy(ScoringModule):
     ) -> dict[str, Tensor]:
         if self.gradients == "kernels":
             return self._kernel_gradients(scored, values, temperature)
-        device = torch_device(self.engine.model.device)
+        device = torch_device(self.scorer.model.device)
 
         def compute(part: MicroBatch) -> dict[str, Tensor]:
             with torch.enable_grad():
@@ -248,7 +257,7 @@ class LoraPolicy(ScoringModule):
         }
 
     def _converted(self, name: str) -> Tensor:
-        weight = numbers(self.engine.model.params[name])
+        weight = numbers(self.scorer.model.params[name])
         return weight.float() if name in self._float32 else weight.to(self._products)
 
     def _kernel_gradients(

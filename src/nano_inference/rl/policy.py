@@ -235,8 +235,7 @@ class PolicyModel(ScoringModule):
         The parameters and `publish` remain usable.
         """
         self._trainer.close()
-        if self.scorer is not self.engine:
-            self.scorer.shutdown()
+        super().close()
 
     def _score(self, batch: ScoreBatch) -> tuple[BatchScores, list[State]]:
         """Return the scores, and the parameters' states from which they were computed."""

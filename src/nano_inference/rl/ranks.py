@@ -16,6 +16,7 @@ _OMITTED = {
     "kept_cache_folder": None,
     "kept_cache_bytes": None,
     "receipt_key": None,
+    "loras": (),
     "rank_timeout": EngineConfig.rank_timeout,
 }
 
@@ -25,8 +26,8 @@ def one_rank(engine: InferenceEngine) -> InferenceEngine:
     model several ranks share.
 
     Use it for calls that need the whole model, such as `replay` and `embed`. It takes the memory of
-    all weights, does not follow updates, and has no reference model and no drafts. Shut it down
-    as any engine. `PolicyModel` makes its own.
+    all weights, has the same adapters, and no reference model and no drafts. It does not follow
+    updates. Shut it down as any engine. `PolicyModel` and `LoraPolicy` make their own.
 
     Args:
         engine: Engine with any number of ranks.
@@ -54,6 +55,7 @@ def one_rank(engine: InferenceEngine) -> InferenceEngine:
         expert_parallel=1,
         max_model_len=longest,
         kv_cache_memory=max(budget.kv_cache, 2 * longest * whole_token),
+        max_loras=max(config.max_loras, len(config.loras)),
         **_OMITTED,
     )
     other = InferenceEngine(single)
@@ -63,14 +65,22 @@ def one_rank(engine: InferenceEngine) -> InferenceEngine:
                 f"one rank has the numerics {other.numerics.fingerprint!r}, the ranks have "
                 f"{engine.numerics.fingerprint!r}; use an engine with one rank."
             )
-        while (version := engine.get_weight_version()) != other.get_weight_version():
-            weights = engine.weight_sync.state_dict()
-            if version == engine.get_weight_version():  # no update came between
-                other.update_weights(weights, blocking=True, version=version, complete=True)
+        follow(engine, other)
+        for info in engine.adapters():
+            table = other.adapter_table
+            table.take(info.name, engine.adapter_table.pairs(info.name), info.version)
     except BaseException:
         other.shutdown()
         raise
     return other
+
+
+def follow(engine: InferenceEngine, other: InferenceEngine) -> None:
+    """Give an engine of one rank the live weights of another engine, if their versions differ."""
+    while (version := engine.get_weight_version()) != other.get_weight_version():
+        weights = engine.weight_sync.state_dict()
+        if version == engine.get_weight_version():  # no update came between
+            other.update_weights(weights, blocking=True, version=version, complete=True)
 
 
 def scorer_of(engine: InferenceEngine) -> InferenceEngine:

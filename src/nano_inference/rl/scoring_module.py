@@ -23,7 +23,6 @@ from nano_inference.ops.cpu.build import best_instruction_set
 from nano_inference.ops.cpu.gradients import GradientKernels
 from nano_inference.ops.cpu.library import load
 from nano_inference.ops.kv_codes import KvFormat
-from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.backward.coverage import Gradients, gradients_of
 from nano_inference.rl.backward.decoder import KernelDecoder
 from nano_inference.rl.micro_batch import ScoredSequence
@@ -78,8 +77,15 @@ class ScoringModule(nn.Module):
         self.micro_batch_tokens, self.num_workers = micro_batch_tokens, num_workers
 
     def _require_trainable(self) -> None:
-        """Raise `ConfigError` or `InvalidRequest` if this class cannot train the engine's model."""
-        require_one_rank(self.engine.runner, type(self).__name__)
+        """Raise `ConfigError` if this class cannot train the engine's model."""
+
+    def close(self) -> None:
+        """Free the memory for computing logprobs.
+
+        The parameters and `publish` remain usable.
+        """
+        if self.scorer is not self.engine:
+            self.scorer.shutdown()
 
     @property
     def gradients(self) -> Gradients:

@@ -73,7 +73,8 @@ class OwnHeads:
 def output(part: ModelPart, layer: int) -> Block:
     """Return the output product of a layer's attention."""
     shard = part.exchange.part
-    product = row_parallel(part, f"layers.{layer}.o", shard.head_segments_of(layer))
+    segments = shard.head_segments_of(layer)
+    product = row_parallel(part, f"layers.{layer}.o", shard.head_columns, segments)
     start, stop = shard.own_columns
     if stop - start < part.spec.num_heads * part.spec.value_dim:
         return OwnHeads(product, start, stop)

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from nano_inference.arrays import Tensor, namespace
+from nano_inference.arrays import Tensor, namespace, with_columns
 from nano_inference.models.sharding.shard import ModelShard, expert_bounds
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.moe import Experts, MoeSteps, summed
@@ -146,6 +146,16 @@ class RankExchange:
         out.copy_(self.tensor.tree_sum(partial))
         if bias is not None:
             out += bias
+
+    def gather_columns(
+        self, _batch: ForwardBatch, out: Tensor, x: Tensor, counts: tuple[int, ...]
+    ) -> None:
+        """Gather rows [N, counts[r]] of each tensor rank r as columns of one tensor."""
+        assert self.tensor is not None
+        parts = self.tensor.all_gather(with_columns(x, max(counts)))
+        firsts = accumulate(counts, initial=0)
+        for part, first, count in zip(parts, firsts, counts, strict=False):
+            out[:, first : first + count] = part[:, :count]
 
     def receive(self, _batch: ForwardBatch, out: Tensor) -> None:
         """Receive the residual stream [N, H] of the previous stage."""

@@ -70,6 +70,17 @@ class ModelShard:
         first = self.kv_heads.start * group
         return (self.heads.start - first) * size, (self.heads.stop - first) * size
 
+    @property
+    def head_columns(self) -> tuple[int, ...]:
+        """Columns of the attention output whose sums each tensor rank computes."""
+        peers = _tensor_peers(self.whole, self.position)
+        return tuple(len(peer.heads) * self.whole.value_dim for peer in peers)
+
+    @property
+    def inner_columns(self) -> tuple[int, ...]:
+        """Columns of an MLP's inner side of each tensor rank."""
+        return tuple(len(peer.inner) for peer in _tensor_peers(self.whole, self.position))
+
     def kv_heads_of(self, layer: int) -> range:
         """Return the KV heads of a layer. Models with several kinds of layers are not divided."""
         count = self.whole.layer(layer).num_kv_heads
@@ -175,6 +186,13 @@ def shard_of(
         head_segments=head_segments,
         inner_segments=inner_segments,
     )
+
+
+@cache
+def _tensor_peers(spec: ModelSpec, position: Place) -> tuple[ModelShard, ...]:
+    """Return the parts of all ranks that share the layers of a rank."""
+    ranks = position.peers("tensor")
+    return tuple(shard_of(spec, Place(position.mesh, rank)) for rank in ranks)
 
 
 def expert_bounds(spec: ModelSpec, ranks: int) -> tuple[int, ...]:
