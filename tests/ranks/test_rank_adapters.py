@@ -40,7 +40,7 @@ def params(adapter: str | None, seed: int = 0, **options: Any) -> SamplingParams
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     threads = torch.get_num_threads()
     folder = tmp_path_factory.mktemp("ranks")
-    yield tiny_llama(folder, hidden=96, num_heads=6, num_kv_heads=3, std=0.1)
+    yield tiny_llama(folder, hidden=96, num_heads=6, num_kv_heads=3, std=0.1, max_position=1024)
     torch.set_num_threads(threads)
 
 
@@ -134,6 +134,26 @@ def test_ranks_reject_matrices_that_are_not_finite(folder: Path) -> None:
         assert engine.adapters() == []
         engine.load_adapter("own", matrices(folder, 1))
         assert engine.generate([PROMPTS[0]], params("own"), progress=False)
+
+
+@pytest.mark.thorough
+def test_context_ranks_take_adapters_of_their_rows(folder: Path) -> None:
+    """Both ranks hold rows of each prompt."""
+    prompts = [[(7 * i + 3 * k) % 290 + 3 for i in range(600)] for k in range(3)]
+    sizes = {"max_model_len": 1024, "block_size": 1024, "kv_cache_memory": 2**25}
+
+    def results(engine: InferenceEngine) -> list[Any]:
+        engine.load_adapter("left", matrices(folder, 1))
+        engine.load_adapter("right", matrices(folder, 2))
+        for index, name in enumerate(("left", None, "right")):
+            asked = params(name, index, prompt_logprobs=True, max_tokens=2)
+            engine.add_request(prompts[index], asked)
+        return told(rest(engine))
+
+    with engine_of(folder, **sizes) as engine:
+        expected = results(engine)
+    with engine_of(folder, context_parallel=2, **sizes) as engine:
+        assert results(engine) == expected
 
 
 @pytest.mark.parametrize("mesh", [MESHES[0], MESHES[4]], ids=lambda mesh: "-".join(mesh))
