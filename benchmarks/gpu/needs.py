@@ -1,9 +1,7 @@
 """Requirements of a check on this machine, and the stages that are skipped without them."""
 
 import importlib.util
-import os
 import shutil
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import psutil
 from benchmarks.gpu.card import ask_driver, version_of
 from benchmarks.gpu.models import weight_bytes
 from benchmarks.gpu.scale import REAL
+from nano_inference.system.c_compiler import c_compiler, compiler_problem
 
 GIB = 1 << 30
 CARD_FOR_LARGE = 40 * GIB
@@ -132,17 +131,7 @@ def device() -> list[Need]:
 
 def compiler() -> Need:
     """Check the compiler that Triton builds its launchers with, unless they are cached."""
-    path = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    lacks = [
-        what for what, there in (("C compiler", path), (str(header), header.exists())) if not there
-    ]
-    problem = (
-        f"Triton may not be able to launch anything: there is no {' and no '.join(lacks)}"
-        if lacks
-        else None
-    )
-    return Need("C compiler", path or "none", problem)
+    return Need("C compiler", c_compiler() or "none", compiler_problem())
 
 
 def compute_sanitizer(dry_run: bool) -> Need:

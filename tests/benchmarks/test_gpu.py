@@ -28,6 +28,7 @@ from benchmarks.roofline import Rates, Shape, bound_of, shape_of, steps_of
 from benchmarks.workloads import NAMES, workload
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.models.spec.read import spec_from_config
+from nano_inference.system import c_compiler
 from tests.gpu import run as shards
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +142,7 @@ def test_missing_packages_are_reported_first_and_skipped(
     ]
     assert needs.too_old("torch", "2.10.1+cu128") == "torch 2.10.1+cu128 is older than 2.11"
     assert needs.too_old("triton", "3.6.0") is None
-    monkeypatch.setattr(needs.shutil, "which", lambda _: None)
+    monkeypatch.setattr(c_compiler.shutil, "which", lambda _: None)
     monkeypatch.delenv("CC", raising=False)
     assert "there is no C compiler" in str(needs.compiler().problem)
     monkeypatch.undo()

@@ -55,6 +55,14 @@ def info(
             "or with the widths of MODEL. Exits with 1 if one differs.",
         ),
     ] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu",
+            help="Show the cards of this machine and the needs of the kernels. Exits with 1 if "
+            "no card can be used.",
+        ),
+    ] = False,
     engine: _Engine,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
@@ -68,7 +76,11 @@ def info(
     nano-inference info smollm2-135m --max-model-len 4096
     nano-inference info model.gguf --json
     nano-inference info --selftest
+    nano-inference info --gpu
     """
+    if gpu:
+        _gpus(as_json=as_json)
+        return
     if selftest:
         _selftest(model)
         return
@@ -94,6 +106,41 @@ def info(
         output.print()
         output.print(name, style="bold cyan")
         output.print(_table(rows))
+
+
+def _gpus(*, as_json: bool) -> None:
+    """Print the cards and requirements. Exit with 1 if no card can be used."""
+    from nano_inference.device.backends import require_torch
+
+    require_torch("a GPU")
+    from nano_inference.device.gpu_report import find_gpus
+
+    report = find_gpus()
+    if as_json:
+        typer.echo(json.dumps(asdict(report) | {"usable": report.usable}, indent=2))
+    else:
+        output.print("requirements", style="bold cyan")
+        output.print(
+            _table([(each.name, _with(each.value, each.problem)) for each in report.requirements])
+        )
+        for card in report.cards:
+            output.print()
+            output.print(card.device, style="bold cyan")
+            memory = f"{_size(card.free)} of {_size(card.total)} free"
+            verdict = "the CUDA kernels can run" if card.problem is None else card.problem
+            rows = [("card", f"{card.name}, compute capability {card.capability}")]
+            output.print(
+                _table([*rows, ("memory", _with(memory, card.note)), ("verdict", verdict)])
+            )
+        if not report.cards:
+            output.print()
+            output.print("no card found; engines on this machine compute on the CPU.")
+    if not report.usable:
+        raise typer.Exit(1)
+
+
+def _with(value: str, remark: str | None) -> str:
+    return value if remark is None else f"{value}: {remark}"
 
 
 def _selftest(model: str | None) -> None:

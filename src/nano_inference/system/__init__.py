@@ -1,4 +1,4 @@
-"""The operating system: processes, files, the processor, progress lines, plain HTTP.
+"""The operating system: processes, files, the processor, compilers, progress lines, plain HTTP.
 
 Imports only from the base modules.
 Begin with: machine.py (memory and cores).
