@@ -1,6 +1,6 @@
 """Kill a run with -9 again and again, and compare its end with that of a quiet run.
 
-`python -m tests.nano_train.kills [RUN.toml] [--kills 20] [--seed 0]` does this for a tiny run, or for
+`python -m tests.nano_train.kills [RUN.toml] [--kills 20] [--seed 0] [--events 20]` does this for a tiny run, or for
 yours. A life ends when a number of files, drawn from the seed, have appeared or grown.
 """
 
@@ -77,11 +77,13 @@ def life(file: Path, out: Path, most: int, *options: str) -> str | None:
     return last
 
 
-def kill_often(file: Path, out: Path, kills: int, seed: int, *options: str) -> list[str]:
+def kill_often(
+    file: Path, out: Path, kills: int, seed: int, *options: str, most: int = MOST_EVENTS
+) -> list[str]:
     """Kill a run this many times, then let it end. Return the file of the last event of each life."""
     rng, lasts = random.Random(seed), list[str]()
     for _ in range(kills):
-        last = life(file, out, rng.randint(1, MOST_EVENTS), *options)
+        last = life(file, out, rng.randint(1, most), *options)
         if last is None:
             break
         lasts.append(last)
@@ -100,6 +102,7 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--events", type=int, default=MOST_EVENTS, help="maximum of a life")
     parser.add_argument("--set", action="append", default=[])
     options = parser.parse_args()
     changes = [part for pair in options.set for part in ("--set", pair)]
@@ -107,7 +110,9 @@ def main() -> None:
         folder = Path(temporary)
         file = options.file or killed_run(folder / "task")
         finish(spawn(file, folder / "quiet", *changes))
-        lasts = kill_often(file, folder / "killed", options.kills, options.seed, *changes)
+        lasts = kill_often(
+            file, folder / "killed", options.kills, options.seed, *changes, most=options.events
+        )
         print(f"{len(lasts)} kills, the last event of each life by folder or file:")
         print(json.dumps(Counter(last.partition("/")[0] for last in lasts)))
         quiet, killed = state_of(folder / "quiet"), state_of(folder / "killed")
