@@ -144,7 +144,7 @@ def _inputs(shape: Shape) -> None:
         make_noise_keys(integers, integers, torch.zeros(rows, 2, dtype=torch.int64))
 
 
-def _rope(shape: Shape, *, full: bool = False, units: bool = False) -> None:
+def _rope(shape: Shape, *, full: bool = False, units: bool = False, overlaps: bool = False) -> None:
     from nano_inference.ops.cuda.rows import rope_and_store
 
     angles = shape.empty(2 * CONTEXT, shape.head_dim // 2, dtype=torch.float32)
@@ -159,7 +159,8 @@ def _rope(shape: Shape, *, full: bool = False, units: bool = False) -> None:
         view, qkv = kv_view(shape), shape.empty(len(batch.input_ids), shape.qkv)
         view.unit_map = unit_map if units else None  # type: ignore[assignment]
         rope = RopeArgs(angles, angles, shape.heads, shape.kv_heads, HeadNorms(*(norms or ())))
-        rope_and_store(qkv, rope, batch.positions, batch.slot_mapping, view, 0)
+        places = (batch.positions, batch.slot_mapping)
+        rope_and_store(qkv, rope, *places, view, 0, overlaps=overlaps)
 
 
 def _rope_full(shape: Shape) -> None:
@@ -174,13 +175,16 @@ def _attention(
     window: int = 0,
     has_sinks: bool = False,
     cap: float = 0.0,
+    overlaps: bool = False,
 ) -> None:
     from triton.runtime import driver
 
     from nano_inference.ops.cuda.attention import Attention
 
     architecture = driver.active.get_current_target().arch
-    attention = Attention(batch_invariant=batch_invariant, architecture=architecture)
+    attention = Attention(
+        batch_invariant=batch_invariant, architecture=architecture, overlaps=overlaps
+    )
     plan = attention.plan(batch, BLOCK_SIZE, window)
     q = shape.empty(len(batch.positions), shape.heads, shape.head_dim)
     sinks = shape.empty(shape.heads, dtype=torch.float32) if has_sinks else None
@@ -279,28 +283,42 @@ def _products(shape: Shape, num_rows: tuple[int, ...]) -> None:
         invariant_product(x, weight, None if rows > 8 else shape.empty(shape.hidden), shape.dtype)
 
 
-def _few_rows(shape: Shape, num_rows: tuple[int, ...] = (1, 2, 3, 8)) -> None:
+def _few_rows(
+    shape: Shape, num_rows: tuple[int, ...] = (1, 2, 3, 8), *, overlaps: bool = False
+) -> None:
     from nano_inference.ops.cuda import few_rows as kernels
+
+    how = {"overlaps": overlaps}
 
     for rows in num_rows:
         stream, norm = (
             shape.empty(rows, shape.hidden, dtype=torch.float32),
             shape.norm(shape.hidden),
         )
-        kernels.product(stream, norm, shape.empty(shape.qkv, shape.hidden), None)
+        kernels.product(stream, norm, shape.empty(shape.qkv, shape.hidden), None, **how)
         attended, inner = (
             shape.empty(rows, shape.heads * shape.head_dim),
             shape.empty(rows, shape.inner),
         )
         kernels.product_added(
-            attended, None, shape.empty(shape.hidden, attended.shape[1]), None, stream, 1.0
+            attended, None, shape.empty(shape.hidden, attended.shape[1]), None, stream, 1.0, **how
         )
         kernels.product_gated(
-            stream, norm, shape.empty(2 * shape.inner, shape.hidden), None, "silu"
+            stream, norm, shape.empty(2 * shape.inner, shape.hidden), None, "silu", **how
         )
         kernels.product_added(
-            inner, None, shape.empty(shape.hidden, shape.inner), None, stream, 1.0
+            inner, None, shape.empty(shape.hidden, shape.inner), None, stream, 1.0, **how
         )
+
+
+def _few_rows_overlapping(shape: Shape) -> None:
+    from triton.runtime import driver
+
+    if driver.active.get_current_target().arch >= 90:  # older ones cannot
+        _few_rows(shape, overlaps=True)
+        _rope(shape, overlaps=True)
+        for batch in (decode_batch(2), prefill_batch(4)):
+            _attention(shape, batch, overlaps=True)
 
 
 def _few_rows_small(shape: Shape) -> None:
@@ -354,6 +372,7 @@ CALLS = [
     Call("product", _product),
     Call("product, few rows", _product_of_few, small=True),
     Call("trunk of few rows", _few_rows),
+    Call("trunk of few rows, overlapping", _few_rows_overlapping),
     Call("trunk of 1 or 8 rows", _few_rows_small, small=True, shapes=(QWEN,)),
 ]
 

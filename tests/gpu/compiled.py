@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+_LOAD = re.compile(r"\b(?:ld\.global\S*|cp\.async\.c[ag]\S*[^;]*)")
+_WAIT = "griddepcontrol.wait"
 # shared memory per program in bytes, by compute capability
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Compiled:
     wide_loads: int  # 16 bytes each
     stores: int
     wide_stores: int
+    ahead: int  # loads before the wait for the predecessor
 
 
 class _Driver:
@@ -95,7 +98,7 @@ def describe(kernel: Any, call: str, shape: str, arch: int) -> Compiled:
     constants = {
         names[path[0]]: value for path, value in kernel.src.constants.items() if len(path) == 1
     }
-    loads = re.findall(r"\b(?:ld\.global\S*|cp\.async\.c[ag]\S*[^;]*)", ptx)
+    loads = _LOAD.findall(ptx)
     stores = re.findall(r"\bst\.global\S*", ptx)
     return Compiled(
         call=call,
@@ -119,6 +122,7 @@ def describe(kernel: Any, call: str, shape: str, arch: int) -> Compiled:
         wide_loads=sum(map(_is_wide, loads)),
         stores=len(stores),
         wide_stores=sum(map(_is_wide, stores)),
+        ahead=len(_LOAD.findall(ptx.partition(_WAIT)[0])) if _WAIT in ptx else 0,
     )
 
 

@@ -39,6 +39,8 @@ def check(kernels: list[dict], calls: list[str]) -> None:
     # docs/gpu.md.
     for_speed = [k for k in kernels if not (k["call"] == "attention, float32" and k["arch"] < 90)]
     assert [k for k in for_speed if k["stack"] + k["local"]] == []
+    products = [k for k in kernels if "overlapping" in k["call"] and k["constants"].get("K")]
+    assert all(k["ahead"] for k in products), "the weight is requested before the wait"
     of_rows = [
         (k["call"], k["shape"], k["arch"], k["kernel"], str(k["constants"]))
         for k in kernels

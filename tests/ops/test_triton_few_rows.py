@@ -15,10 +15,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from triton.language.extra import cuda as dependencies
+from triton.runtime.interpreter import GridExecutor
 
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import HostQueue
-from nano_inference.device.step_buffers import DecodeInputs, Uploads
+from nano_inference.device.step_buffers import StepInputs, Uploads
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
@@ -119,6 +121,65 @@ def test_weight_is_split_over_the_whole_card() -> None:
     assert all(shape[0] / columns >= 256 for shape, columns in cut.items() if shape != (64, 32))
 
 
+# -- overlapping launches --------------------------------------------------------------------------
+
+
+class Predecessor:
+    """A kernel that ends when its successor waits: only then are its results where they belong."""
+
+    def __init__(self, results: list[Tensor]) -> None:
+        self._results = [(result, result.clone()) for result in results]
+        self.out: Tensor | None = None  # of the successor, which this kernel may still read
+        self.num_starts = self.num_waits = 0
+        for result in results:
+            result.fill_(torch.nan)
+
+    def start_next(self) -> None:
+        assert self.num_starts == self.num_waits, "started before the program had waited"
+        self.num_starts += 1
+
+    def wait(self) -> None:
+        if not self.num_waits:
+            assert self.out is not None
+            assert self.out.isnan().all(), "written before the wait"
+        self.num_waits += 1
+        for result, value in self._results:
+            result.copy_(value)
+
+
+@pytest.mark.parametrize("kind", ["no norm", "norm", "only rounded"])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("finish", ["store", "add", "gate"])
+def test_overlapping_product_reads_only_weights_before_it_waits(
+    monkeypatch: pytest.MonkeyPatch, kind: str, rows: int, finish: str
+) -> None:
+    shape = SHAPES[1]
+    norm = norms(shape[1], torch.float32)[kind]
+    weight, bias = drawn(*shape, seed=1) / 8, drawn(shape[0], seed=2)
+    x, residual = drawn(rows, shape[1], seed=3), drawn(rows, shape[0], seed=4)
+
+    def compute(*, overlaps: bool) -> Tensor:
+        if finish == "add":
+            return few_rows.product_added(x, norm, weight, bias, residual, 0.3, overlaps=overlaps)
+        if finish == "gate":
+            return few_rows.product_gated(x, norm, weight, bias, "silu", overlaps=overlaps)
+        return few_rows.product(x, norm, weight, bias, overlaps=overlaps)
+
+    expected = compute(overlaps=False)
+    before = Predecessor([x, residual])
+    launch = few_rows._launch
+
+    def poisoned(*args: Any, **options: Any) -> None:
+        before.out = args[4].fill_(torch.nan)
+        launch(*args, **options)
+
+    monkeypatch.setattr(few_rows, "_launch", poisoned)
+    monkeypatch.setattr(dependencies, "gdc_wait", before.wait)
+    monkeypatch.setattr(dependencies, "gdc_launch_dependents", before.start_next)
+    assert torch.equal(compute(overlaps=True), expected)
+    assert before.num_starts == before.num_waits > 0, "every program waits"
+
+
 # -- trunks ----------------------------------------------------------------------------------------
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 60}
@@ -159,8 +220,8 @@ def trunk(model: Decoder, rows: int, size: int, *, few: bool) -> tuple[Tensor, T
     chunks = [
         Rows([7 + row], CONTEXTS[row] - 1, range(8 * row, 8 * row + 8)) for row in range(rows)
     ]
-    words = torch.zeros(DecodeInputs.num_words(size, MAX_BLOCKS), dtype=torch.int64)
-    inputs = DecodeInputs(words, size, MAX_BLOCKS)
+    words = torch.zeros(StepInputs.num_words(size, size, MAX_BLOCKS), dtype=torch.int64)
+    inputs = StepInputs(words, size, size, MAX_BLOCKS)
     inputs.clear()
     queue = HostQueue()
     with queue.current():
@@ -185,6 +246,48 @@ def test_trunk_of_every_family(family: str) -> None:
         tolerance = 1e-2 if dtype == torch.float16 else 1e-4
         torch.testing.assert_close(hidden, expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(stored, kept, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.thorough(cases=["gemma3-1-2"])
+@pytest.mark.parametrize(("family", "rows", "size"), [("gemma3", 1, 2), ("qwen3", 3, 4)])
+def test_overlapping_trunk_equals_one_kernel_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, family: str, rows: int, size: int
+) -> None:
+    """Everything but weights is lost at an overlapping launch and appears at the first wait."""
+    expected = trunk(
+        model_of(family, cuda_ops(batch_invariant=False), torch.float32), rows, size, few=True
+    )
+    model = model_of(family, cuda_ops(batch_invariant=False, overlaps=True), torch.float32)
+    weights = {param.data_ptr() for param in model.params.values()}
+    launched: Counter[str] = Counter()
+    lost: list[tuple[Tensor, Tensor]] = []
+    call = GridExecutor.__call__
+
+    def overlapped(self: Any, *args: Any, **options: Any) -> Any:
+        if options.get("launch_pdl"):
+            launched[self.fn.__name__] += 1
+            tensors = [each for each in args if isinstance(each, Tensor)]
+            tensors = [each for each in tensors if each.data_ptr() not in weights]
+            lost.extend((each, each.clone()) for each in tensors)
+            for each in tensors:
+                each.fill_(torch.nan if each.is_floating_point() else 0)
+        result = call(self, *args, **options)
+        assert not lost, "no program has waited"
+        return result
+
+    def wait() -> None:
+        for tensor, value in lost:
+            tensor.copy_(value)
+        lost.clear()
+
+    monkeypatch.setattr(GridExecutor, "__call__", overlapped)
+    monkeypatch.setattr(dependencies, "gdc_wait", wait)
+    monkeypatch.setattr(dependencies, "gdc_launch_dependents", lambda: None)
+    for mine, theirs in zip(trunk(model, rows, size, few=True), expected, strict=True):
+        assert torch.equal(mine, theirs)
+    layers = model.spec.num_layers
+    assert len(launched) == 3
+    assert sum(launched.values()) == 6 * layers
 
 
 def test_layer_is_six_kernels() -> None:

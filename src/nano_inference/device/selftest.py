@@ -97,7 +97,8 @@ class KernelSet(NamedTuple):
 
     Attributes:
         backend: Backend, `"cpu"` or `"cuda"`.
-        build: Instruction set of CPU kernels. On CUDA `"fast"` or `"batch invariant"`.
+        build: Instruction set of CPU kernels. On CUDA `"fast"`, `"batch invariant"` or
+            `"overlapping"`.
         device: Device that runs the kernels.
         dtype: Dtype of weights and activations.
     """
@@ -119,7 +120,9 @@ class KernelSet(NamedTuple):
             return cpu_ops(2, self.build)
         from nano_inference.ops.cuda.backend import cuda_ops  # brings in Triton
 
-        return cuda_ops(batch_invariant=self.build == "batch invariant")
+        return cuda_ops(
+            batch_invariant=self.build == "batch invariant", overlaps=self.build == "overlapping"
+        )
 
 
 class Verdict(NamedTuple):
@@ -132,7 +135,7 @@ class Verdict(NamedTuple):
 def kernel_sets() -> list[KernelSet]:
     """Return all sets of kernels that this machine supports.
 
-    These are the CPU builds that exist or can be compiled, and both modes of CUDA on every GPU that
+    These are the CPU builds that exist or can be compiled, and all modes of CUDA on every GPU that
     Triton supports.
     """
     sets = [
@@ -145,7 +148,8 @@ def kernel_sets() -> list[KernelSet]:
         KernelSet("cuda", build, str(device), torch.bfloat16)
         for device in devices
         if availability.problem_with(device, torch.bfloat16, ()) is None
-        for build in ("fast", "batch invariant")
+        for build in ("fast", "batch invariant", "overlapping")
+        if build != "overlapping" or availability.problem_with_overlap(device) is None
     ]
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cuda.attention_plan import FIELDS, Bounds, Items, plan_items
 from nano_inference.ops.cuda.matmul import shared_memory
+from nano_inference.ops.cuda.rows import overlapping
 from nano_inference.ops.interface import AttentionArgs, KvcacheView
 
 KEY_TILE = 64  # keys per step of the recurrence
@@ -90,6 +91,7 @@ class Attention:
         key_tile, split, row_parts: Other sizes, for tests. A split is a whole number of tiles.
         shared_items: Most items beyond one per tile, for a kv head. None: derived from the device.
         architecture: Architecture of the GPU, 80 for 8.x. None: that of the tensors' device.
+        overlaps: If True, each kernel starts while its predecessor runs (sm_90 and later).
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Attention:
         row_parts: int = ROW_PARTS,
         shared_items: int | None = None,
         architecture: int | None = None,
+        overlaps: bool = False,
     ) -> None:
         self.batch_invariant = batch_invariant
         self._key_tile, self._split, self._row_parts, self._shared_items = (
@@ -110,6 +113,7 @@ class Attention:
             shared_items,
         )
         self._architecture = architecture
+        self._overlaps = overlaps
 
     def plan(self, batch: ForwardBatch, block_size: int, window: int = 0) -> Plan:
         """Implement `Ops.plan_attention`. It does not wait for the device, and can be captured in a
@@ -169,9 +173,11 @@ class Attention:
                 BLOCK_SIZE=plan.block_size,
                 WINDOW=plan.window,
                 BY_SPLIT=self.batch_invariant,
+                OVERLAPS=self._overlaps,
                 num_warps=work.tiling.num_warps,
                 num_stages=work.tiling.num_stages,
                 enable_fp_fusion=False,
+                **overlapping(self._overlaps),
             )
         return out
 
@@ -393,10 +399,14 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     BY_SPLIT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Process one item and kv head per program. Grid (capacity of the items, kv heads). Programs
     without an item end immediately.
     """
+    if OVERLAPS:  # programs without an item wait too: the end of this kernel tells of all before it
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if tl.program_id(0) >= tl.load(count_ptr):
         return
     item_ptr = items_ptr + tl.program_id(0).to(tl.int64) * FIELDS

@@ -12,6 +12,7 @@ from nano_inference.arrays import Device, Dtype, dtype_name
 # Files of NVIDIA's driver: on Linux, on Jetson boards, and on Linux within Windows.
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1")
 MIN_CAPABILITY = (8, 0)  # supports bfloat16 products, with enough shared memory for the tiles
+OVERLAP_CAPABILITY = (9, 0)  # supports programmatic dependent launch
 MIN_TRITON = (3, 4)
 MAX_HEAD_DIM = 256
 DTYPES = ("bfloat16", "float16", "float32")
@@ -46,6 +47,23 @@ def problem_with_gpu(device: Device) -> str | None:
     return (
         f"{torch.cuda.get_device_name(device)} has compute capability {has}; the kernels need "
         f"{needs} (Ampere)."
+    )
+
+
+def problem_with_overlap(device: Device) -> str | None:
+    """Return the reason why kernels cannot overlap on a device. None: they can."""
+    needs = ".".join(map(str, OVERLAP_CAPABILITY))
+    if device.type != "cuda":
+        return f"cuda_overlap needs a GPU of compute capability {needs}, not {device}."
+    import torch
+
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= OVERLAP_CAPABILITY:
+        return None
+    has = ".".join(map(str, capability))
+    return (
+        f"cuda_overlap needs compute capability {needs} (Hopper); "
+        f"{torch.cuda.get_device_name(device)} has {has}."
     )
 
 

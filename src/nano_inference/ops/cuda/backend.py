@@ -28,11 +28,11 @@ class CudaOps:
 
     Args:
         batch_invariant: If True, a row's bits depend only on its own context.
+        overlaps: If True, rotary embedding and attention start while their predecessor runs.
     """
 
     embed = staticmethod(embed)
     rms_norm = staticmethod(rms_norm)
-    rope_and_store = staticmethod(rope_and_store)
     gate = staticmethod(gate)
     moe = staticmethod(moe)
     sample_logits = staticmethod(sampling.draw)
@@ -41,9 +41,10 @@ class CudaOps:
     call = staticmethod(call)
     columns = staticmethod(columns)
 
-    def __init__(self, *, batch_invariant: bool) -> None:
+    def __init__(self, *, batch_invariant: bool, overlaps: bool = False) -> None:
         self.batch_invariant = batch_invariant
-        kernels = Attention(batch_invariant=batch_invariant)
+        self.rope_and_store = partial(rope_and_store, overlaps=overlaps)
+        kernels = Attention(batch_invariant=batch_invariant, overlaps=overlaps)
         self.plan_attention, self.attention = kernels.plan, kernels.attend
 
     def linear(
@@ -91,14 +92,18 @@ class CudaOps:
         )
 
 
-def cuda_ops(*, batch_invariant: bool) -> Ops:
+def cuda_ops(*, batch_invariant: bool, overlaps: bool = False) -> Ops:
     """Return the backend as `Ops`.
 
     Args:
         batch_invariant: If True, a row's bits depend only on its own context. This is slower.
+        overlaps: If True, rotary embedding, attention and products of a few rows start while
+            their predecessor runs (sm_90 and later). Changes no bit.
     """
-    ops = CudaOps(batch_invariant=batch_invariant)
+    ops = CudaOps(batch_invariant=batch_invariant, overlaps=overlaps)
     names = (field.name for field in fields(Ops))
     operations = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
     plain = Ops("cuda", VERSION, batch_invariant, in_segments=False, compile=None, **operations)
-    return plain if batch_invariant else replace(plain, few_rows=partial(few_rows, plain))
+    if batch_invariant:
+        return plain
+    return replace(plain, few_rows=partial(few_rows, plain, overlaps=overlaps))

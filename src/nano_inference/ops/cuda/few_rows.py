@@ -34,13 +34,17 @@ There are two ways to multiply, by the number of rows:
   also use all registers. Tensor cores need no shuffles. One tile of the weight is in flight before
   the norm.
 
+On sm_90 and later, kernels can overlap (`rows.overlapping`): a kernel starts while its predecessor
+runs, requests its first tile of the weight, and then waits until the predecessor has ended. Only
+the weight is requested before the wait, and a step writes no weight.
+
 Rounding matches the plain operations: the normed row to the norm's dtype, the float32 sum of a
 product with its bias to the weight's dtype, then gate or addition. The cut of a weight depends only
 on its shape and dtype.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportUnreachable=false
+# pyright: reportUnreachable=false, reportAttributeAccessIssue=false
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +57,7 @@ from torch import Tensor
 
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cuda.matmul import shared_memory
-from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned, gated
+from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned, gated, overlapping
 from nano_inference.ops.interface import (
     FEW_ROWS,
     AttentionArgs,
@@ -99,10 +103,11 @@ class FewRows:
 
     Args:
         ops: The plain operations.
+        overlaps: True to start each product while its predecessor runs.
     """
 
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
+    def __init__(self, ops: Ops, *, overlaps: bool = False) -> None:
+        self._ops, self._overlaps = ops, overlaps
         self.embed, self.plan_attention = ops.embed, ops.plan_attention
         self.latent = LatentOps[Value](self._meet, self._latent_values)
 
@@ -111,7 +116,7 @@ class FewRows:
         if isinstance(value, Normed):
             return self._ops.rms_norm(None, value.residual, value.norm, 1.0)[0]
         if isinstance(value, Product):
-            return product(value.x, value.norm, value.weight, value.bias)
+            return product(value.x, value.norm, value.weight, value.bias, overlaps=self._overlaps)
         return value
 
     def rms_norm(
@@ -124,7 +129,9 @@ class FewRows:
         if len(stream) > FEW_ROWS:
             return self._ops.rms_norm(None if x is None else self.made(x), stream, norm, scale)
         if isinstance(x, Product):
-            stream = product_added(x.x, x.norm, x.weight, x.bias, stream, scale)
+            stream = product_added(
+                x.x, x.norm, x.weight, x.bias, stream, scale, overlaps=self._overlaps
+            )
         elif x is not None:
             return self._ops.rms_norm(self.made(x), stream, norm, scale)
         return Normed(stream, norm), stream
@@ -148,7 +155,7 @@ class FewRows:
 
     def gate(self, x: Value, activation: str = "silu") -> Tensor:
         if isinstance(x, Product):
-            return product_gated(x.x, x.norm, x.weight, x.bias, activation)
+            return product_gated(x.x, x.norm, x.weight, x.bias, activation, overlaps=self._overlaps)
         return self._ops.gate(self.made(x), activation)
 
     def moe(
@@ -226,9 +233,11 @@ class FewRows:
         return self._ops.latent.values(self.made(attended), kv, sizes)
 
 
-def few_rows(ops: Ops, trunk: Trunk, batch: ForwardBatch, view: KvcacheView) -> Tensor:
+def few_rows(
+    ops: Ops, trunk: Trunk, batch: ForwardBatch, view: KvcacheView, *, overlaps: bool = False
+) -> Tensor:
     """Implement `Ops.few_rows`: return the result of `trunk(ops, batch, view)` up to rounding."""
-    fused = FewRows(ops)
+    fused = FewRows(ops, overlaps=overlaps)
     return fused.made(trunk(cast("Operations[Value]", fused), batch, view))
 
 
@@ -241,12 +250,19 @@ _PADDED = tl.constexpr(16)  # rows of a product on tensor cores
 _STORE, _ADD, _GATE = (tl.constexpr(finish) for finish in range(3))
 
 
-def product(x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> Tensor:
+def product(
+    x: Tensor,
+    norm: Norm | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    overlaps: bool = False,
+) -> Tensor:
     """Compute x @ weight.T (+ bias) -> [N, M] in the weight's dtype, with x normed first if there
-    is a norm.
+    is a norm. With `overlaps`, the kernel starts while its predecessor runs (sm_90 and later).
     """
     out = torch.empty((len(x), len(weight)), dtype=weight.dtype, device=weight.device)
-    _launch(x, norm, weight, bias, out, _STORE.value)
+    _launch(x, norm, weight, bias, out, _STORE.value, overlaps=overlaps)
     return out
 
 
@@ -257,19 +273,31 @@ def product_added(
     bias: Tensor | None,
     residual: Tensor,
     scale: float,
+    *,
+    overlaps: bool = False,
 ) -> Tensor:
     """Return the residual stream [N, M] plus scale * `product`, as a new tensor."""
     added = torch.empty(residual.shape, dtype=torch.float32, device=weight.device)
-    _launch(x, norm, weight, bias, added, _ADD.value, residual=aligned(residual), scale=scale)
+    _launch(
+        x, norm, weight, bias, added, _ADD.value,
+        residual=aligned(residual), scale=scale, overlaps=overlaps,
+    )  # fmt: skip
     return added
 
 
 def product_gated(
-    x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, activation: str
+    x: Tensor,
+    norm: Norm | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    *,
+    overlaps: bool = False,
 ) -> Tensor:
     """Return `gate` of `product`, [N, M / 2]."""
     out = torch.empty((len(x), len(weight) // 2), dtype=weight.dtype, device=weight.device)
-    _launch(x, norm, weight, bias, out, _GATE.value, activation=ACTIVATIONS[activation])
+    code = ACTIVATIONS[activation]
+    _launch(x, norm, weight, bias, out, _GATE.value, activation=code, overlaps=overlaps)
     return out
 
 
@@ -284,6 +312,7 @@ def _launch(
     residual: Tensor | None = None,
     scale: float = 1.0,
     activation: int = 0,
+    overlaps: bool = False,
 ) -> None:
     """Launch one kernel. `x` is in the weight's dtype without a norm, otherwise the float32
     residual stream.
@@ -292,14 +321,15 @@ def _launch(
     norm_weight = None if norm is None or norm.weight is None else aligned(norm.weight)
     eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
     row_bytes = depth * weight.element_size()
+    options = {"enable_fp_fusion": False} | overlapping(overlaps)
     if rows <= VECTOR_ROWS:
         columns = columns_of_vector(num_columns, row_bytes)
         width = min(triton.next_power_of_2(depth), VECTOR_TILE // (columns * weight.element_size()))
         _vector_kernel[(triton.cdiv(num_columns, columns),)](
             aligned(x), norm_weight, weight, bias, residual, out, eps, offset, scale,
             num_columns, weight.stride(0), depth, rows, finish, activation, columns, width // 8,
-            triton.next_power_of_2(depth), num_warps=4 if width >= depth else 8,
-            enable_fp_fusion=False,
+            triton.next_power_of_2(depth), overlaps, num_warps=4 if width >= depth else 8,
+            **options,
         )  # fmt: skip
     else:
         columns = 16 if num_columns <= 2048 else 32
@@ -308,8 +338,8 @@ def _launch(
             aligned(x), norm_weight, weight, bias, residual, out, rows, eps, offset, scale,
             num_columns, weight.stride(0), depth, finish, activation, columns, width,
             "ieee" if weight.dtype == torch.float32 else "tf32",  # only used for float32
-            num_warps=columns // 8, num_stages=_num_stages(width, columns, x, weight),
-            enable_fp_fusion=False,
+            overlaps or norm_weight is not None, overlaps,
+            num_warps=columns // 8, num_stages=_num_stages(width, columns, x, weight), **options,
         )  # fmt: skip
 
 
@@ -397,11 +427,13 @@ def _vector_kernel(
     x, norm_weight, weight, bias, residual, out, eps, offset, scale,
     num_columns, weight_stride, K: tl.constexpr, ROWS: tl.constexpr, FINISH: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Multiply without tensor cores. Grid (tiles of the weight's rows,). A tile of the weight is
     [COLUMNS, GROUPS, 8]: a thread loads 8 numbers at a time.
     """
+    if OVERLAPS:  # the next kernel starts once all programs of this one have started
+        tl.extra.cuda.gdc_launch_dependents()
     DTYPE: tl.constexpr = weight.dtype.element_ty
     columns, column_mask = _columns(num_columns, FINISH, COLUMNS)
     ks = tl.arange(0, GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -410,6 +442,8 @@ def _vector_kernel(
     tile = tl.load(start, mask=ours & (ks < K)[None, :, :], other=0.0)
     # keep the load in flight during the norm: otherwise the assembler would move it after the norm
     tl.debug_barrier()
+    if OVERLAPS:  # before the first read of what a kernel has written, and the first write
+        tl.extra.cuda.gdc_wait()
 
     first_factor, second_factor = 1.0, 1.0
     if norm_weight is not None:
@@ -459,9 +493,14 @@ def _tensor_kernel(
     x, norm_weight, weight, bias, residual, out, num_rows, eps, offset, scale,
     num_columns, weight_stride, K: tl.constexpr, FINISH: tl.constexpr, ACTIVATION: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply on tensor cores. Grid (tiles of the weight's rows,)."""
+    """Multiply on tensor cores. Grid (tiles of the weight's rows,). If AHEAD, request the first
+    tile of the weight before anything else. There is no norm without it.
+    """
     DTYPE: tl.constexpr = weight.dtype.element_ty
+    if OVERLAPS:  # as in `_vector_kernel`
+        tl.extra.cuda.gdc_launch_dependents()
     columns, column_mask = _columns(num_columns, FINISH, COLUMNS)
     rows = tl.arange(0, _PADDED)
     row_mask = rows < num_rows
@@ -471,20 +510,27 @@ def _tensor_kernel(
 
     factor = tl.full((_PADDED, 1), 1.0, tl.float32)
     sums = tl.zeros((_PADDED, COLUMNS), tl.float32)
-    if norm_weight is not None:
+    if AHEAD:
         tile = tl.load(weight_start, mask=column_mask[None, :] & (ks < K)[:, None], other=0.0)
         tl.debug_barrier()  # as in `_vector_kernel`
-        squares = tl.zeros((_PADDED, DEPTH), tl.float32)
-        for k in tl.range(0, K, DEPTH, num_stages=4):  # pyright: ignore[reportGeneralTypeIssues]
-            part = tl.load(x_start + k, mask=row_mask[:, None] & (ks < K - k)[None, :], other=0.0)
-            squares += part * part
-        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+        if OVERLAPS:
+            tl.extra.cuda.gdc_wait()
+        first_norm = norm_weight
+        if norm_weight is not None:
+            first_norm = norm_weight + ks[None, :]
+            squares = tl.zeros((_PADDED, DEPTH), tl.float32)
+            for k in tl.range(0, K, DEPTH, num_stages=4):  # pyright: ignore[reportGeneralTypeIssues]
+                part = tl.load(
+                    x_start + k, mask=row_mask[:, None] & (ks < K - k)[None, :], other=0.0
+                )
+                squares += part * part
+            factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
         part = tl.load(x_start, mask=row_mask[:, None] & (ks < K)[None, :], other=0.0)
         part = _normed(
-            part, factor, norm_weight + ks[None, :], offset, (ks < K)[None, :], DTYPE
+            part.to(tl.float32), factor, first_norm, offset, (ks < K)[None, :], DTYPE
         ).to(DTYPE)
         sums = tl.dot(part, tile, sums, input_precision=PRECISION)
-    for k in range(0 if norm_weight is None else DEPTH, K, DEPTH):
+    for k in range(DEPTH if AHEAD else 0, K, DEPTH):
         inside = (ks < K - k)[None, :]
         part = tl.load(x_start + k, mask=row_mask[:, None] & inside, other=0.0).to(tl.float32)
         norm_part = norm_weight

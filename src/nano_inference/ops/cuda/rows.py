@@ -11,7 +11,7 @@ computes one factor per row.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportUnreachable=false
+# pyright: reportUnreachable=false, reportAttributeAccessIssue=false
 
 import math
 from typing import Any
@@ -149,6 +149,17 @@ def whole_row(width: int) -> dict[str, Any]:
     }
 
 
+def overlapping(overlaps: bool) -> dict[str, bool]:
+    """Return launch options of a kernel that starts while its predecessor runs (programmatic
+    dependent launch), or none.
+
+    Such a kernel lets its successor start at once. Each of its programs calls `gdc_wait` before it
+    reads what another kernel has written, and before it writes. A kernel that has ended has
+    therefore seen the end of all kernels before it, and only the newest must be waited for.
+    """
+    return {"launch_pdl": True} if overlaps else {}
+
+
 # Kernels. Programs of the first three: (rows, parts of a row).
 
 
@@ -249,9 +260,11 @@ def rope_and_store(
     slot_mapping: Tensor,
     view: KvcacheView,
     layer: int,
+    *,
+    overlaps: bool = False,
 ) -> Tensor:
     """Implement `Ops.rope_and_store`. A row with a negative slot is padding, and none of it is
-    stored.
+    stored. With `overlaps`, the kernel starts while its predecessor runs (sm_90 and later).
 
     Raises:
         ValueError: A norm's width is neither that of one head nor of all heads of a row.
@@ -276,8 +289,9 @@ def rope_and_store(
         slot_mapping.contiguous(),
         None if unit_map is None else unit_map.units()[unit], keys, values, out, rope.query_scales,
         *q_norm, *k_norm, keys.stride(0), keys.shape[2], num_heads, num_kv_heads, head_dim,
-        rope.cos.shape[1], rope.interleaved, group, half,
+        rope.cos.shape[1], rope.interleaved, group, half, overlaps,
         num_warps=min(max(group * half // 256, 1), 4), enable_fp_fusion=False,
+        **overlapping(overlaps),
     )  # fmt: skip
     return out
 
@@ -359,10 +373,14 @@ def _rope_kernel(
     k_weight, k_factors, k_eps, k_offset, K_KIND: tl.constexpr, K_DTYPE: tl.constexpr,
     head_stride, BLOCK_SIZE: tl.constexpr, Q: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     TURNING: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Rotate and store some heads of a row. Programs: (rows, groups of queries, then of keys, then
     of values). The first TURNING pairs rotate; the remaining numbers are processed in twos as well.
     """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (Q + GROUP - 1) // GROUP
