@@ -111,6 +111,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "lookahead": None,
         "batch_invariant": None,
         "cuda_graphs": True,
+        "cuda_overlap": False,
         "num_threads": None,
         "max_request_entries": 5_000_000,
         "grammar_backend": "llguidance",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import card, few_rows, head, hf, idle, ours
+from benchmarks.gpu import arrivals, card, few_rows, head, hf, idle, ours
 from benchmarks.gpu.kernels import measure_kernels
 from benchmarks.gpu.models import random_model
 from benchmarks.gpu.pdl import measure_pdl
@@ -28,6 +28,7 @@ from benchmarks.roofline import Rates, Shape, bound_of, shape_of, steps_of
 from benchmarks.workloads import BASE, Workload, workload
 from nano_inference import InferenceEngine
 from nano_inference.models.spec.read import spec_from_config
+from nano_inference.ops.cuda import availability
 from nano_inference.ops.interface import FEW_ROWS
 
 RATES = "rates"
@@ -114,6 +115,7 @@ def measure_engine(run: Run) -> None:
                 f"decode, batch {batch}",
                 lambda batch=batch: decoded(part, engine, batch, run, shape, rates),
             )
+        attempt(part, "arrivals", lambda: arrived(part, engine, run))
         attempt(part, "nano-vllm", lambda: nano(part, engine, run, shape, rates))
         attempt(part, "device idle", lambda: traced(part, engine, scale.batches[-1], run))
         attempt(part, "draw", lambda: drawn(part, engine, scale.batches[-1], run, rates))
@@ -192,6 +194,13 @@ def decoded(
         at_least=target,
         note=f"bound {bound * 1e3:.3f} ms a step",
     )
+
+
+def arrived(part: Part, engine: InferenceEngine, run: Run, suffix: str = "") -> None:
+    """Measure steps with a prompt next to a steady decode."""
+    for tokens, seconds in arrivals.measure(engine, run.scale).items():
+        name = f"step with a prompt of {tokens}{suffix}"
+        part.add(name, [each * 1e3 for each in seconds], "ms", note="next to 8 decodes")
 
 
 def nano(part: Part, engine: InferenceEngine, run: Run, shape: Shape, rates: Rates) -> None:
@@ -300,6 +309,8 @@ def measure_variants(run: Run) -> None:
         "no graphs": {"cuda_graphs": False},
         "lookahead=0": {"lookahead": 0},
     }
+    if availability.problem_with_overlap(torch.device(scale.device)) is None:
+        variants["cuda_overlap"] = {"cuda_overlap": True}
     for name, changes in variants.items():
         attempt(
             part, name, lambda name=name, changes=changes: varied(part, name, changes, folder, run)
@@ -321,6 +332,7 @@ def varied(part: Part, name: str, changes: dict[str, Any], folder: Path, run: Ru
         for batch in run.scale.batches:
             found = ours.decode(engine, batch, run.scale)
             part.add(f"decode, batch {batch}, {name}", found.rates(batch), "tok/s")
+        attempt(part, f"arrivals, {name}", lambda: arrived(part, engine, run, f", {name}"))
 
 
 def measure_large(run: Run) -> None:

@@ -144,8 +144,10 @@ class EngineConfig:
             tokens, never on concurrent requests. True rejects options that break this, and replaces
             cuBLAS on CUDA by slower kernels of our own. None enables it if it costs nothing (CPU
             kernels, and the reference backend on a CPU).
-        cuda_graphs: Replay captured graphs in decode-only steps (CUDA backend only). False launches
-            every kernel from Python, for measuring or debugging.
+        cuda_graphs: Replay captured graphs (CUDA backend only). False launches every kernel from
+            Python, for measuring or debugging.
+        cuda_overlap: Start kernels of decodes of up to 8 sequences while their predecessor runs
+            (programmatic dependent launch). Changes no bit. Needs a GPU of compute capability 9.0.
         num_threads: Threads of the CPU kernels and of torch's CPU operations, at most 64, or the
             number of processors if larger. None uses the physical cores available to this process,
             within the limits of control groups. For torch the value applies to the whole process.
@@ -274,7 +276,10 @@ class EngineConfig:
     batch_invariant: bool | None = option(
         None, ENGINE, "Give the same bits regardless of other requests."
     )
-    cuda_graphs: bool = option(True, ENGINE, "Replay decode steps from CUDA graphs.")
+    cuda_graphs: bool = option(True, ENGINE, "Replay steps from CUDA graphs.")
+    cuda_overlap: bool = option(
+        False, ENGINE, "Overlap kernels of decodes of up to 8 sequences (Hopper and later)."
+    )
     num_threads: int | None = option(
         None,
         ENGINE,

@@ -290,6 +290,12 @@ ENGINE_ROWS = (
     _feature("summation orders of the CPU kernels", "cpu_sums")(
         "only the CPU kernels have several orders", "omit cpu_sums", backends=("cpu",)
     ),
+    _feature("overlapping kernels", "cuda_overlap")(
+        "only kernels of captured decodes without batch_invariant overlap",
+        "omit it",
+        backends=("cuda",),
+        excludes=(Asked("batch_invariant", (True,)), Asked("cuda_graphs", (False,))),
+    ),
     _feature("quantized weights", "quantization")(
         "the CUDA kernels read plain weights", _PLAIN, backends=TORCHS
     ),

@@ -120,7 +120,8 @@ def _plan(batch: ForwardBatch, block_size: int, window: int = 0) -> Any:
     rows = int(batch.cu_seqlens_q[-1])
     if not rows:
         return 0, None
-    chunks = int((batch.cu_seqlens_q.diff() > 0).sum())
+    lengths = batch.cu_seqlens_q.diff()
+    chunks = int((lengths > 0).sum())
     tables = batch.block_tables
     if batch.table_stride is not None:
         stride = int(batch.table_stride)
@@ -129,7 +130,7 @@ def _plan(batch: ForwardBatch, block_size: int, window: int = 0) -> Any:
         batch,
         positions=batch.positions[:rows],
         slot_mapping=batch.slot_mapping[:rows],
-        row_chunks=batch.row_chunks[:rows],
+        row_chunks=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
         block_tables=tables,
     )
     return rows, reference_attention.plan_attention(plan, block_size, window)
@@ -143,7 +144,7 @@ def _attention(q: Tensor, view: KvcacheView, layer: int, plan: Any, *how: Any) -
     return out
 
 
-def conventional_ops(*, batch_invariant: bool, attention: str = "triton") -> Ops:
+def conventional_ops(*, batch_invariant: bool, overlaps: bool = False) -> Ops:
     """Return operations with the conventions of `nano_inference.ops.cuda.backend.cuda_ops`."""
     return replace(
         reference_ops(),

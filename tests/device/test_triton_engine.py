@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from nano_inference import Grammar, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.device import cuda_runner, graphs
+from nano_inference.device import cuda_runner, graphs, trunk_graphs
 from nano_inference.ops.cuda import few_rows
 from nano_inference.rl import score
 from tests.device.cuda_cases import CheckingQueue
@@ -25,6 +25,7 @@ def checking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_runner, "queue_of", lambda _device: CheckingQueue())
     # most batches are padded
     monkeypatch.setattr(graphs, "graph_sizes", lambda largest: (largest,))
+    monkeypatch.setattr(trunk_graphs, "trunk_sizes", lambda largest: (12,))
 
 
 def tiny(folder: Path, family: str) -> str:
@@ -65,6 +66,7 @@ def test_graphs_equal_eager(
     with patch.object(few_rows, "product", wraps=few_rows.product) as product:
         outcome = run(replaying)
     assert runner(replaying).num_replays >= 3
+    assert runner(replaying).num_trunk_replays >= 1
     # of q, k and v
     assert product.call_count == (0 if batch_invariant else runner(replaying).num_replays)
     for mine, theirs in zip(outcome, expected, strict=True):
@@ -123,5 +125,5 @@ def test_graphs_compute_drafts_like_eager_steps(build: Build, tmp_path: Path) ->
     )
     samples = engine.generate([prompt], params, 2)
     assert all(map(same_bits, samples, expected))
-    assert runner(engine).num_eager_steps == 1  # the prompt
+    assert runner(engine).num_trunk_replays == 1  # the prompt
     assert engine.stats().tokens_computed > plain.stats().tokens_computed  # so there were drafts

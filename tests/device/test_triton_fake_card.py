@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nano_inference.checkpoints.loading import load_spec
 from nano_inference.device import graphs
 from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.device.step_graphs import GraphLimits, graphs_of
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
@@ -154,6 +155,8 @@ def test_captures_stay_on_the_card_without_synchronizing(
     queue: Any = _Queue()
     with mode:
         results = graphs.DrawResults(16, CARD)
-        made = graphs.DecodeGraphs(model, storage, queue, None, results, max_blocks=8)  # type: ignore[arg-type]
-        made.capture_all()
-    assert queue.num_captures == 3 * len(made.sizes)
+        limits = GraphLimits(draws=16, rows=48, chunks=16, blocks=8)
+        made = graphs_of(model, storage, queue, None, results, limits)  # type: ignore[arg-type]
+        made.capture_at_start()
+        made.trunks.capture(made.trunks.sizes)
+    assert queue.num_captures == 3 * len(made.decodes.sizes) + len(made.trunks.sizes)

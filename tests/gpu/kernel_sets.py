@@ -12,7 +12,8 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import product
+from functools import cached_property
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -22,20 +23,37 @@ import torch
 from benchmarks.models import QWEN_CONFIG
 from nano_inference import EngineConfig, SamplingParams
 from nano_inference.core.sequence import POLICY
-from nano_inference.device.graphs import DecodeGraphs, DrawResults
-from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.device.graphs import DrawResults
+from nano_inference.device.kv_tensors import KVStorage, common_layout
+from nano_inference.device.memory import longest_asked
 from nano_inference.device.memory_profile import _batch, _scratch, run_largest_steps
+from nano_inference.device.step_graphs import StepGraphs, graphs_of, limits_of
+from nano_inference.device.units import UnitMap
 from nano_inference.device.warm_up import run_all_kinds
+from nano_inference.kv_cache.sliding_window import UnitPool
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.cuda.backend import cuda_ops
-from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
+from nano_inference.sampling.tensors import (
+    DrawRequest,
+    SamplingBatch,
+    sampling_batch,
+    to_device,
+)
 from tests.gpu.compiled import compiling
 
 NOWHERE = torch.device("meta")
+BLOCKS = 64  # blocks of a cache
+# two layers of Qwen3-0.6B's widths that see the last 512 keys
+WINDOWS_CONFIG = QWEN_CONFIG | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "num_hidden_layers": 2,
+    "sliding_window": 512,
+}
 
 
 @dataclass(frozen=True)
@@ -90,37 +108,49 @@ class _Queue:
 
 @dataclass(frozen=True)
 class Engine:
-    """A model and a cache without memory."""
+    """A model and a cache without memory.
+
+    Attributes:
+        trials: Storages of the trial steps before the cache exists.
+        cache: Storage of the served steps and of graphs.
+    """
 
     kernels: KernelSet
     config: EngineConfig
     model: Decoder
-    storages: dict[str, KVStorage]
+    trials: dict[str, KVStorage]
+    cache: KVStorage
 
     def start(self) -> None:
         """Launch the kernels of an engine's start."""
-        run_largest_steps(self.config, {POLICY: self.model}, self.storages)
-        run_all_kinds(self.config, {POLICY: self.model}, self.storages)
-        self.capture()
+        run_largest_steps(self.config, {POLICY: self.model}, self.trials)
+        run_all_kinds(self.config, {POLICY: self.model}, self.trials)
+        if self.config.cuda_graphs:
+            with torch.inference_mode():
+                self.graphs.capture_at_start()
 
-    @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture all graphs."""
-        results = DrawResults(self.config.scheduler.max_draws, NOWHERE)
+    @cached_property
+    def graphs(self) -> StepGraphs:
+        """Graphs of the model."""
         queue: Any = _Queue()
         uploads: Any = None
-        storage = self.storages[POLICY]
-        blocks = -(-min(self.kernels.spec.max_position, 4352) // self.config.block_size)
-        DecodeGraphs(self.model, storage, queue, uploads, results, max_blocks=blocks).capture_all()
+        results = DrawResults(self.config.scheduler.max_draws, NOWHERE)
+        longest = min(self.kernels.spec.max_position, 4352)
+        limits = limits_of(self.config, longest)
+        return graphs_of(self.model, self.cache, queue, uploads, results, limits)
 
 
 def engine_of(kernels: KernelSet) -> Engine:
     """Return an engine that can launch kernels within `recording` or `compiling`."""
     config, spec, dtype = kernels.config(), kernels.spec, getattr(torch, kernels.dtype)
-    ops = cuda_ops(batch_invariant=kernels.batch_invariant)
+    ops = cuda_ops(batch_invariant=kernels.batch_invariant, overlaps=config.cuda_overlap)
     params = allocate(param_table(spec), dtype, NOWHERE, ops.allocate)
     model = Decoder(spec, params, ops, 4352)
-    return Engine(kernels, config, model, _scratch(config, {POLICY: model}))
+    layout = common_layout([spec], longest_asked(config, [spec]))
+    pool = UnitPool(BLOCKS * layout.num_units, BLOCKS, layout)
+    units = UnitMap(pool, NOWHERE) if layout.num_sliding else None
+    cache = KVStorage(spec, BLOCKS, config.block_size, dtype, NOWHERE, units)
+    return Engine(kernels, config, model, _scratch(config, {POLICY: model}), cache)
 
 
 @contextmanager
@@ -157,40 +187,58 @@ def _forget_all() -> None:
             instance.device_caches.clear()
 
 
+# Options of a request that change which kernels draw, the bans of its draw, and a greedy sample next
+# to it. Sets of them cover every flag of the sampling kernels.
+FLAGS: tuple[dict[str, Any], ...] = (
+    {"greedy": True},
+    {"raw_logprobs": True},
+    {"top_k": 5, "top_p": 0.8, "min_p": 0.1},
+    {"top_k": 7, "sampling_mask": True},
+    {"logit_bias": {5: 1.0}},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.5},
+    {"allowed_token_ids": frozenset({3, 4})},
+    {"top_logprobs": 7},
+    {"logprob_token_ids": (3, 4, 5)},
+    {"banned": (7,)},
+)
+SAMPLES = (1, 2, 16, 300)  # numbers of samples that Triton may specialize on, and others
+
+
 def serve(engine: Engine) -> None:
-    """Run requests on a started engine: draws of all kinds, steps of many sizes."""
+    """Run requests on a started engine: draws with all sets of flags, steps of many sizes."""
     model, device = engine.model, NOWHERE
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0.0},
-        {"raw_logprobs": True},
-        {"top_k": 5},
-        {"top_p": 0.8, "logit_bias": {5: 1.0}},
-        {"repetition_penalty": 1.3, "top_logprobs": 20},
-        {"min_p": 0.1, "sampling_mask": True, "top_logprobs": 1},
-        {"allowed_token_ids": frozenset({3, 4}), "presence_penalty": 0.5},
-        {"allowed_token_ids": frozenset({3, 4}), "top_p": 0.5, "top_logprobs": 7},
-    ]
     with torch.inference_mode():
-        for rows in (2, 3, 16, 300):
-            hidden = torch.empty((rows, model.spec.hidden_size), dtype=model.dtype, device=device)
-            for one, other in product(kinds, kinds):
-                draws = [
-                    DrawRequest(
-                        SamplingParams(**(one, other)[row % 2]),
-                        row,
-                        completion=[1],
-                        banned=(7,) * (row % 3 == 1),
-                    )
-                    for row in range(rows)
-                ]
-                for some in (draws, [each._replace(banned=()) for each in draws]):
-                    model.draw(hidden, to_device(sampling_batch(some), device))
+        for samples in SAMPLES:
+            shape = (samples, model.spec.hidden_size)
+            hidden = torch.empty(shape, dtype=model.dtype, device=device)
+            for flags in sets_of_flags(full=samples == 2):
+                model.draw(hidden, to_device(_flagged(flags, samples), device))
         for lengths in steps_of(engine.config):
             batch = _batch(
                 lengths, 2048, engine.config.block_size, POLICY, scored=lengths[0] % 2 == 0
             )
-            model.forward(to_device(batch, device), engine.storages[POLICY])
+            model.forward(to_device(batch, device), engine.cache)
+        if engine.config.cuda_graphs:
+            engine.graphs.trunks.capture(engine.graphs.trunks.sizes)
+
+
+def sets_of_flags(*, full: bool) -> Iterator[dict[str, Any]]:
+    """Yield all sets of `FLAGS`, or those of at most two and of all."""
+    for size in range(len(FLAGS) + 1):
+        if full or size <= 2 or size == len(FLAGS):
+            for flags in combinations(FLAGS, size):
+                yield {name: value for each in flags for name, value in each.items()}
+
+
+def _flagged(flags: dict[str, Any], samples: int) -> SamplingBatch:
+    """Return a sample with these flags, and others without."""
+    options = dict(flags)
+    banned, other = options.pop("banned", ()), SamplingParams()
+    if options.pop("greedy", False):
+        other = SamplingParams(temperature=0.0)
+    flagged = DrawRequest(SamplingParams(**options), 0, prompt=[1], completion=[1], banned=banned)
+    others = [DrawRequest(other, row, completion=[1]) for row in range(1, samples)]
+    return sampling_batch([flagged, *others])
 
 
 def steps_of(config: EngineConfig) -> Iterator[list[int]]:
@@ -207,10 +255,7 @@ def main() -> None:
     would compile.
     """
     report: dict[str, Any] = {}
-    for kernels in (
-        KernelSet(f"Qwen3-0.6B, batch_invariant={exact}", QWEN_CONFIG, "bfloat16", exact)
-        for exact in (False, True)
-    ):
+    for kernels in served_sets():
         engine = engine_of(kernels)
         with recording() as names:
             engine.start()
@@ -218,6 +263,17 @@ def main() -> None:
             serve(engine)
             report[kernels.name] = {"at start": started, "later": names[started:]}
     print(json.dumps(report))
+
+
+def served_sets() -> Iterator[KernelSet]:
+    """Yield sets with and without the law, with overlapping kernels, and with windows."""
+    for exact in (False, True):
+        name = f"Qwen3-0.6B, batch_invariant={exact}"
+        yield KernelSet(name, QWEN_CONFIG, "bfloat16", exact)
+    overlap = {"cuda_overlap": True}
+    yield KernelSet("overlapping", QWEN_CONFIG, "bfloat16", batch_invariant=False, options=overlap)
+    eager = {"cuda_graphs": False}  # otherwise graphs launch what the trial steps have left out
+    yield KernelSet("windows", WINDOWS_CONFIG, "bfloat16", batch_invariant=False, options=eager)
 
 
 if __name__ == "__main__":

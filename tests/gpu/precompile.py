@@ -31,7 +31,8 @@ def names_of_sets() -> list[str]:
     """
     exact = ("fast", "invariant")
     real = [f"{size}/bfloat16/{mode}" for size in ("small", "large") for mode in exact]
-    return [*real, *(f"tiny/{dtype}/{mode}" for dtype in ("bfloat16", "float32") for mode in exact)]
+    tiny = [f"tiny/{dtype}/{mode}" for dtype in ("bfloat16", "float32") for mode in exact]
+    return [*real, *tiny, "small/bfloat16/overlap"]
 
 
 def configs_of(models: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -59,7 +60,8 @@ def compile_part(name: str, part: int, parts: int, arch: int) -> int:
     models, dtype, mode = name.split("/")
     with recording(arch, lambda place: place % parts == part) as names:
         for config, options in configs_of(models):
-            engine_of(KernelSet(name, config, dtype, mode == "invariant", options)).start()
+            how = options | {"cuda_overlap": mode == "overlap"}
+            engine_of(KernelSet(name, config, dtype, mode == "invariant", how)).start()
     return len(range(part, len(names), parts))
 
 

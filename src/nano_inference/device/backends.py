@@ -244,12 +244,17 @@ def keeps_invariance(ops: Ops, device: Device) -> bool:
     return ops.schedule_invariant and (ops.name == "cuda" or device.type == "cpu")
 
 
-def captures_graphs(config: EngineConfig) -> bool:
-    """Return True if decode steps are captured as CUDA graphs.
+def captures_graphs(config: EngineConfig, policy: ModelSpec) -> bool:
+    """Return True if steps are captured as CUDA graphs.
 
-    Expert parallelism excludes graphs: the host reads row counts per rank in each step.
+    Sums over tensor ranks are captured: NCCL queues them like kernels, and all ranks compute the
+    same steps. Graphs cannot contain the exchange of experts' rows, whose numbers the host reads in
+    each step, or messages between stages, which the host waits for.
     """
-    return config.cuda_graphs and config.expert_parallel == 1
+    spreads_experts = config.expert_parallel > 1 or (
+        config.tensor_parallel > 1 and policy.moe is not None
+    )
+    return config.cuda_graphs and config.pipeline_parallel == 1 and not spreads_experts
 
 
 def numerics_of(
@@ -364,7 +369,7 @@ def _cpu_kernels(config: EngineConfig) -> Ops:
 def _cuda_kernels(config: EngineConfig) -> Ops:
     from nano_inference.ops.cuda.backend import cuda_ops  # brings in Triton
 
-    return cuda_ops(batch_invariant=config.batch_invariant is True)
+    return cuda_ops(batch_invariant=config.batch_invariant is True, overlaps=config.cuda_overlap)
 
 
 _KERNELS: dict[Backend, Callable[[EngineConfig], Ops]] = {
@@ -422,7 +427,10 @@ def _no_kernels_for(
             if spec.state is not None:
                 return f"{gap} layers with a state ({spec.architecture})."
         head_dims = [spec.head_dim for spec in specs.values()]
-        return availability.problem_with(device, dtype, head_dims)
+        problem = availability.problem_with(device, dtype, head_dims)
+        if problem is None and config.cuda_overlap:
+            problem = availability.problem_with_overlap(device)
+        return problem
     return no_cpu_kernels_for(config, specs, dtype, device)
 
 

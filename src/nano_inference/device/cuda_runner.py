@@ -17,7 +17,7 @@ The timeline of host and device (`EngineLoop.step`, lookahead 1):
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -30,25 +30,25 @@ from nano_inference.core.apply import SampledTokens
 from nano_inference.core.gate import Gate
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.backends import captures_graphs
-from nano_inference.device.graphs import (
-    RESULTS,
-    DecodeGraphs,
-    DrawResults,
-    is_plain,
-    row_by_row,
-)
+from nano_inference.device.graphs import RESULTS, DrawResults, is_plain, row_by_row
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import Event, HostQueue, queue_of
 from nano_inference.device.runner import ModelRunner, StepResult, sampled_tokens
 from nano_inference.device.step_buffers import Downloads, Uploads
+from nano_inference.device.step_graphs import GraphLimits, StepGraphs, graphs_of, limits_of
 from nano_inference.models.decoder import NO_ADAPTERS, Decoder
-from nano_inference.ops.batches import ForwardBatch
+from nano_inference.ops.batches import ForwardBatch, forward_batch
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import SamplingBatch
 
 _NO_SCORES = torch.empty(0)
 _NO_IDS, _NO_LOGPROBS = torch.empty((0, 0), dtype=torch.int64), torch.empty((0, 0))
 _NO_NAMED = torch.empty((0, 2))
+# columns of a batch that results are computed from after the trunk
+_AFTER_TRUNK = (
+    *("logits_indices", "best_rows"),
+    *("score_rows", "score_targets", "score_temperatures", "score_mask_rows", "score_mask_words"),
+)
 
 
 class Arriving:
@@ -91,20 +91,22 @@ class Arriving:
 
 
 class CudaRunner(ModelRunner):
-    """Runner that replays captured graphs for decode steps of the policy, with or without drafts.
+    """Runner that replays captured graphs for steps of the policy: whole steps of decodes, with or
+    without drafts, and the trunk of steps with prompts.
 
-    All other steps run eagerly.
+    All other steps run eagerly: steps of other models, and steps beyond the largest graph.
 
     Args:
         models, storages: Models and KV tensors by weight set.
         queue: Queue of their device.
-        largest: Number of rows of the largest decode step.
-        max_blocks: Maximum length of a sequence's block table.
+        limits: Bounds of the steps that graphs compute.
         graphs: True to capture graphs.
         gate: Coordinator of forwards with other engines, or None if there are none.
 
     Attributes:
-        num_replays, num_eager_steps: Numbers of forwards so far.
+        num_replays: Number of steps of decodes that were replayed.
+        num_trunk_replays: Number of other steps whose trunk was replayed.
+        num_eager_steps: Number of all other steps.
     """
 
     def __init__(
@@ -113,8 +115,7 @@ class CudaRunner(ModelRunner):
         storages: Mapping[str, KVStorage],
         queue: HostQueue,
         *,
-        largest: int,
-        max_blocks: int,
+        limits: GraphLimits,
         graphs: bool = True,
         gate: Gate | None = None,
     ) -> None:
@@ -122,26 +123,27 @@ class CudaRunner(ModelRunner):
         self.queue = queue
         with queue.current():
             self._uploads, self._downloads = Uploads(queue, self.device), Downloads(queue)
-            self._results = DrawResults(largest, self.device)
-            self._graphs: DecodeGraphs | None = None
+            self._results = DrawResults(limits.draws, self.device)
+            self._graphs: StepGraphs | None = None
             if graphs:
-                self._graphs = DecodeGraphs(
-                    self.models[POLICY],
-                    self.storage,
-                    queue,
-                    self._uploads,
-                    self._results,
-                    max_blocks=max_blocks,
-                )
+                parts = (self.models[POLICY], self.storage, queue, self._uploads, self._results)
+                self._graphs = graphs_of(*parts, limits)
         self._newest = self._results.token_ids  # tokens of the latest draw
         self._no_scores = torch.empty(0, device=self.device)
-        self.num_replays = self.num_eager_steps = 0
+        self.num_replays = self.num_trunk_replays = self.num_eager_steps = 0
 
     def capture(self) -> None:
-        """Capture all graphs now instead of on first use. No step may be in flight."""
+        """Capture graphs now instead of on first use. No step may be in flight."""
         if self._graphs is not None:
             with self.queue.current():
-                self._graphs.capture_all()
+                self._graphs.capture_at_start()
+
+    def graph_memory(self, free: Callable[[], int]) -> int:
+        """Return the bytes that all graphs will take (`StepGraphs.measure`)."""
+        if self._graphs is None:
+            return 0
+        with self.queue.current():
+            return self._graphs.measure(free)
 
     @torch.inference_mode()
     def forward(
@@ -153,9 +155,15 @@ class CudaRunner(ModelRunner):
         """Queue the forward of a step, without waiting for it. See `ModelRunner.forward`."""
         with self.queue.current():
             self._copy_blocks(block_copies)
-            if self._graphs is not None and self._is_decode(batches, self._graphs):
-                self.num_replays += 1
-                return self._replay(row_by_row(batches[0]), self._graphs)
+            if self._graphs is not None and self._is_captured(batches, self._graphs):
+                (batch,) = batches
+                if _is_decode(batch, self._graphs):
+                    self.num_replays += 1
+                    return self._replay(row_by_row(batch), self._graphs)
+                size = self._graphs.trunks.size_of(len(batch.input_ids), len(batch.seq_lens))
+                if size is not None:
+                    self.num_trunk_replays += 1
+                    return self._replay_trunk(batch, size, self._graphs)
             self.num_eager_steps += 1
             return self._compute(self._uploads.send_all(batches), previous)
 
@@ -173,7 +181,7 @@ class CudaRunner(ModelRunner):
                 and result.graph is not None
                 and _draws_every_row(result, batch)
             ):
-                self._graphs.draw(result.graph, batch)
+                self._graphs.decodes.draw(result.graph, batch)
                 self._newest = self._results.token_ids
                 return self._fetch_results(len(batch))
             (moved,) = self._uploads.send_all([batch])
@@ -189,26 +197,30 @@ class CudaRunner(ModelRunner):
         super().close()
         self._graphs = None  # references KV tensors, and the engine object may live longer
 
-    def _is_decode(self, batches: Sequence[ForwardBatch], graphs: DecodeGraphs) -> bool:
-        """Return True if a graph can compute a step: one draw per row, all rows of the policy."""
+    def _is_captured(self, batches: Sequence[ForwardBatch], graphs: StepGraphs) -> bool:
+        """Return True if graphs find all inputs of a step where they read them."""
         if len(batches) != 1:
             return False
         (batch,) = batches
-        rows = len(batch.input_ids)
         is_relayed = len(batch.relay_rows) > 0
         return (
             batch.weight_set == POLICY
-            and rows == len(batch.logits_indices)
-            and rows <= graphs.largest
-            and not len(batch.score_rows)
-            and batch.block_tables.shape[1] <= graphs.max_blocks
+            and not batch.adapters
+            and batch.block_tables.shape[1] <= graphs.decodes.max_blocks
             and (not is_relayed or self._newest is self._results.token_ids)
         )
 
-    def _replay(self, batch: ForwardBatch, graphs: DecodeGraphs) -> StepResult:
+    def _replay(self, batch: ForwardBatch, graphs: StepGraphs) -> StepResult:
         self._count(batch)
-        graph, hidden = graphs.forward(batch)
+        graph, hidden = graphs.decodes.forward(batch)
         return StepResult([(self.models[POLICY], hidden, NO_ADAPTERS)], self._no_scores, [], graph)
+
+    def _replay_trunk(self, batch: ForwardBatch, size: int, graphs: StepGraphs) -> StepResult:
+        self._count(batch)
+        hidden = graphs.trunks.forward(batch, size)
+        places = {name: getattr(batch, name) for name in _AFTER_TRUNK}
+        (rest,) = self._uploads.send_all([forward_batch(POLICY, num_best=batch.num_best, **places)])
+        return self._combined([rest], [self.models[POLICY].results(hidden, rest)])
 
     def _newest_tokens(self, previous: Any) -> Tensor:
         return self._newest
@@ -242,19 +254,27 @@ def make_runner(
     gate: Gate | None = None,
 ) -> ModelRunner:
     """Return the runner of the CUDA backend. On a GPU its graphs are captured."""
-    model = models[POLICY]
-    runner = CudaRunner(
-        models,
-        storages,
-        queue_of(model.device),
-        largest=min(config.scheduler.max_draws, config.max_tokens_per_batch),
-        max_blocks=-(-max_model_len // config.block_size),
-        graphs=captures_graphs(config),
-        gate=gate,
-    )
+    runner = _runner(config, models, storages, max_model_len, gate)
     if runner.queue.captures_early:
         runner.capture()
     return runner
+
+
+def _runner(
+    config: EngineConfig,
+    models: Mapping[str, Decoder],
+    storages: Mapping[str, KVStorage],
+    max_model_len: int,
+    gate: Gate | None = None,
+) -> CudaRunner:
+    return CudaRunner(
+        models,
+        storages,
+        queue_of(models[POLICY].device),
+        limits=limits_of(config, max_model_len),
+        graphs=captures_graphs(config, models[POLICY].part.whole),
+        gate=gate,
+    )
 
 
 def graph_memory(
@@ -264,22 +284,34 @@ def graph_memory(
     *,
     max_model_len: int,
 ) -> int:
-    """Return the bytes that an engine's graphs take, measured by capturing them over `storages`.
+    """Return the bytes that an engine's graphs take, measured by capturing a few over `storages`.
 
     Return 0 if graphs are off.
     """
-    if not captures_graphs(config):
-        return 0
     device = models[POLICY].device
-    torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info(device)[0]
-    runner = make_runner(config, models, storages, max_model_len=max_model_len)
-    torch.cuda.empty_cache()
-    taken = before - torch.cuda.mem_get_info(device)[0]
+
+    def free() -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+
+    before = free()
+    runner = _runner(config, models, storages, max_model_len)
+    buffers = before - free()
+    taken = max(buffers, 0) + runner.graph_memory(free)
     models[POLICY].forget_recorded()
     del runner
     torch.cuda.empty_cache()
-    return max(taken, 0)
+    return taken
+
+
+def _is_decode(batch: ForwardBatch, graphs: StepGraphs) -> bool:
+    """Return True if a step only draws, at each of its rows."""
+    rows = len(batch.input_ids)
+    return (
+        rows == len(batch.logits_indices)
+        and rows <= graphs.decodes.largest
+        and not len(batch.score_rows)
+    )
 
 
 def _draws_every_row(result: StepResult, batch: SamplingBatch) -> bool:

@@ -17,7 +17,7 @@ grammars):
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import Captured, HostQueue
 from nano_inference.device.step_buffers import (
-    DecodeInputs,
+    StepInputs,
     TensorPlace,
     Uploads,
     captured_specs,
@@ -43,6 +43,7 @@ from nano_inference.types import SamplingParams
 SMALL = (1, 2, 4, 8)
 STEP = 16  # larger sizes are multiples of this
 MOST = 32  # maximum number of multiples, beyond which the step doubles
+_POOL = "pool"  # key of the graphs' memory in `Decoder.recorded`
 
 
 def graph_sizes(largest: int) -> tuple[int, ...]:
@@ -165,13 +166,23 @@ def is_plain(batch: SamplingBatch) -> bool:
     return not (entries or batch.has_masks or batch.any_kept or batch.most_top)
 
 
+def pool_of(model: Decoder, queue: HostQueue) -> Any:
+    """Return the memory that all graphs of a model share: none is replayed during another.
+
+    The pool is dropped together with the graphs (`forget_recorded`).
+    """
+    if _POOL not in model.recorded:
+        model.recorded[_POOL] = queue.new_pool()
+    return model.recorded[_POOL]
+
+
 class DecodeGraph(NamedTuple):
     """Graphs of one batch size.
 
     Replay `forward` immediately before one of `draws`: they share memory.
     """
 
-    inputs: DecodeInputs
+    inputs: StepInputs
     forward: Captured  # output: hidden rows [size, H], valid until the next forward
     draws: dict[bool, Captured]  # key: True if filters are applied
 
@@ -180,8 +191,8 @@ class DecodeGraphs:
     """Graphs of one model over one KV storage.
 
     The model holds the captured graphs and drops them when weights or KV tensors move
-    (`forget_recorded`). The next step captures new ones. Weights written in place need no new
-    capture.
+    (`forget_recorded`). The next step captures new ones: all of them on a GPU, where they are also
+    captured at the start. Weights written in place need no new capture.
 
     Args:
         model: Model whose forward is captured.
@@ -209,7 +220,7 @@ class DecodeGraphs:
         self.max_blocks = max_blocks
         self._queue, self._uploads = queue, uploads
         self._parameters = DrawParameters(largest, model.device)
-        num_words = DecodeInputs.num_words(largest, max_blocks)
+        num_words = StepInputs.num_words(largest, largest, max_blocks)
         self._inputs = torch.zeros(num_words, dtype=torch.int64, device=model.device)
 
     def forward(self, batch: ForwardBatch) -> tuple[DecodeGraph, Tensor]:
@@ -229,31 +240,26 @@ class DecodeGraphs:
         self._parameters.follow(batch, self._uploads)
         graph.draws[batch.any_filter].replay()
 
-    def capture_all(self) -> None:
-        """Capture all sizes, the largest first: smaller graphs fit into its memory."""
-        self.model.recorded[self] = self._capture(self.sizes)
-
-    def _graph(self, size: int) -> DecodeGraph:
-        if self._queue.captures_early and self not in self.model.recorded:
-            self.capture_all()
-        graphs: dict[int, DecodeGraph] = self.model.recorded.setdefault(self, {})
-        if size not in graphs:
-            graphs |= self._capture((size,))
-        return graphs[size]
-
     @torch.inference_mode()
-    def _capture(self, sizes: Sequence[int]) -> dict[int, DecodeGraph]:
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture graphs of some sizes, the largest first: smaller ones fit into its memory."""
         self._queue.synchronise()  # results may be on their way to the host
         # the warm-up also draws, and the next step may need the latest tokens
         before = self.results.buffer.clone()
-        pool = self._queue.new_pool()
-        graphs = {size: self._capture_one(size, pool) for size in sorted(sizes, reverse=True)}
+        pool, graphs = pool_of(self.model, self._queue), self.model.recorded.setdefault(self, {})
+        for size in sorted(set(sizes) - set(graphs), reverse=True):
+            graphs[size] = self._capture_one(size, pool)
         self.results.buffer.copy_(before)
-        return graphs
+
+    def _graph(self, size: int) -> DecodeGraph:
+        graphs: dict[int, DecodeGraph] = self.model.recorded.get(self, {})
+        if size not in graphs:
+            self.capture(self.sizes if self._queue.captures_early else (size,))
+        return self.model.recorded[self][size]
 
     def _capture_one(self, size: int, pool: object) -> DecodeGraph:
         model, results, parameters = self.model, self.results, self._parameters
-        inputs = DecodeInputs(self._inputs, size, self.max_blocks)
+        inputs = StepInputs(self._inputs, size, size, self.max_blocks)
         inputs.clear()
         view = self.storage
         if view.unit_map is not None:

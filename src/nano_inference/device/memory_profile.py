@@ -10,10 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from nano_inference.config import EngineConfig
-from nano_inference.device.kv_tensors import KVStorage, kv_shape
+from nano_inference.device.kv_tensors import KVStorage, common_layout, kv_shape
 from nano_inference.device.memory import Claims, gibibytes, longest_asked
+from nano_inference.device.units import UnitMap
 from nano_inference.device.warm_up import run_all_kinds
 from nano_inference.errors import ConfigError, one_line
+from nano_inference.kv_cache.block_pool import Block
+from nano_inference.kv_cache.sliding_window import UnitPool
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
@@ -225,19 +228,44 @@ def guess(
 
 
 def _scratch(config: EngineConfig, models: Mapping[str, Decoder]) -> dict[str, KVStorage]:
-    """Return storages of a few blocks, uniform ones: windows do not change a step's memory."""
+    """Return storages of a few blocks, with units if those of the engine will have units: kernels
+    that read the map of units are separate kernels.
+    """
+    units = _scratch_units(config, models)
     shared: dict[object, KVStorage] = {}
     storages: dict[str, KVStorage] = {}
     for name, model in models.items():
-        key = kv_shape(model.spec)
+        key = (kv_shape(model.spec), units is not None and model.spec.windows)
         if key not in shared:
             shared[key] = KVStorage(
-                model.spec, SCRATCH_BLOCKS, config.block_size, model.dtype, model.device
+                model.spec,
+                SCRATCH_BLOCKS,
+                config.block_size,
+                model.dtype,
+                model.device,
+                units,
+                config.kv_cache_dtype,
             )
             shared[key].keys.zero_()  # uninitialized memory may contain NaN
             shared[key].values.zero_()
         storages[name] = shared[key]
     return storages
+
+
+def _scratch_units(config: EngineConfig, models: Mapping[str, Decoder]) -> UnitMap | None:
+    """Return the units of a few blocks, or None if a block is a unit."""
+    parts = [model.part for model in models.values()]
+    specs = [part.whole for part in parts]
+    stages = parts[0].position.mesh.pipeline
+    layout = common_layout(specs, longest_asked(config, specs), stages)
+    if not layout.num_sliding:
+        return None
+    pool = UnitPool(layout.num_units * SCRATCH_BLOCKS, SCRATCH_BLOCKS, layout)
+    for block in range(SCRATCH_BLOCKS):
+        pool.assign(Block(block))
+    units = UnitMap(pool, next(iter(models.values())).device)
+    pool.changed.clear()  # the map has just been made of them
+    return units
 
 
 def _chunk_lengths(config: EngineConfig, longest: int) -> list[int]:

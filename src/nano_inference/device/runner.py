@@ -272,7 +272,12 @@ class ModelRunner:
 
     def _compute(self, batches: Sequence[ForwardBatch], previous: Any) -> StepResult:
         """Compute batches on the device and combine their results."""
-        results = self._forward_all(batches, previous)
+        return self._combined(batches, self._forward_all(batches, previous))
+
+    def _combined(
+        self, batches: Sequence[ForwardBatch], results: Sequence[ForwardResult]
+    ) -> StepResult:
+        """Combine the results of a step's batches."""
         drawn = [
             (self.models[batch.weight_set], result.hidden, result.rows)
             for batch, result in zip(batches, results, strict=True)

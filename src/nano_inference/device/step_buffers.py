@@ -1,4 +1,4 @@
-"""Memory for a step's data: rotating pinned buffers, and the fixed addresses of a decode step."""
+"""Memory for a step's data: rotating pinned buffers, and the fixed addresses of a captured step."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -96,9 +96,9 @@ class Uploads:
 
     def __init__(self, queue: HostQueue, device: torch.device) -> None:
         self._queue, self._device = queue, device
-        # A step makes at most two uploads (inputs, parameters). Those of the previous step may
-        # still be in progress.
-        self._ring = Ring(queue, num_slots=4, num_words=4096)
+        # A step makes at most three uploads (inputs, places of its results, parameters). Those of
+        # the previous step may still be in progress.
+        self._ring = Ring(queue, num_slots=6, num_words=4096)
 
     def write(self, parts: Sequence[Tensor], target: Tensor) -> None:
         """Copy host tensors, aligned to words, consecutively into `target` (int64)."""
@@ -167,24 +167,26 @@ class Downloads:
         return Fetched(places, slot.event)
 
 
-class DecodeInputs:
-    """Inputs of a captured forward at fixed addresses: `size` rows, one for each sequence.
+class StepInputs:
+    """Inputs of a captured forward at fixed addresses: up to `size` rows in up to `chunks` chunks.
 
-    Excess rows are padding. A padding row stores nothing (slot -1), its chunk has no rows and no
-    context, and its output is ignored. Block tables come last, with the row stride of the current
-    step, so that only their used part is uploaded. `table_stride` holds that stride.
+    Excess rows and chunks are padding. A padding row stores nothing (slot -1), belongs to no chunk,
+    and its output is ignored. A padding chunk has no rows and no context. Block tables come last,
+    with the row stride of the current step, so that only their used part is uploaded.
+    `table_stride` holds that stride.
 
     Args:
-        buffer: Buffer, int64 with at least `num_words(size, max_blocks)`. Graphs of all sizes share
-            it.
+        buffer: Buffer, int64 with at least `num_words(size, chunks, max_blocks)`. Graphs of all
+            sizes share it.
         size: Number of rows.
+        chunks: Number of chunks. If each row is a chunk, the batch draws from each row.
         max_blocks: Maximum length of a block table.
     """
 
-    def __init__(self, buffer: Tensor, size: int, max_blocks: int) -> None:
-        self.size = size
+    def __init__(self, buffer: Tensor, size: int, chunks: int, max_blocks: int) -> None:
+        self.size, self.chunks = size, chunks
         self._buffer = buffer
-        specs = _decode_specs(size, max_blocks)
+        specs = _input_specs(size, chunks, max_blocks)
         places = dict(zip(specs, carve(buffer, specs.values()), strict=True))
         ends = accumulate(spec.num_words for spec in specs.values())
         self._starts = dict(zip(specs, (0, *ends), strict=False))
@@ -194,32 +196,26 @@ class DecodeInputs:
             self._padding[self._starts[name] :][:size] = -1
         # index into the latest tokens, or -1 if the host knew the row's token
         self.relay_sources, stride = places.pop("relay_sources"), places.pop("table_stride")
-        rows = torch.arange(size, device=buffer.device)
+        if size == chunks:
+            rows = torch.arange(size, device=buffer.device)
+            places |= {"row_chunks": rows, "logits_indices": rows}
         self.batch = to_device(
-            forward_batch(
-                POLICY,
-                buffer.device,
-                **places,
-                row_chunks=rows,
-                logits_indices=rows,
-                table_stride=stride,
-            ),
-            buffer.device,
+            forward_batch(POLICY, buffer.device, **places, table_stride=stride), buffer.device
         )
 
     @staticmethod
-    def num_words(size: int, max_blocks: int) -> int:
-        """Return the maximum number of words of a step with `size` rows."""
-        return sum(spec.num_words for spec in _decode_specs(size, max_blocks).values())
+    def num_words(size: int, chunks: int, max_blocks: int) -> int:
+        """Return the maximum number of words of a step with `size` rows in `chunks` chunks."""
+        return sum(spec.num_words for spec in _input_specs(size, chunks, max_blocks).values())
 
     def clear(self) -> None:
         """Fill all rows with padding, so that capture and warm-up touch no keys and values."""
-        self._buffer[: self.num_words(self.size, 0)].zero_()
+        self._buffer[: len(self._padding)].zero_()
         self.batch.slot_mapping.fill_(-1)
         self.relay_sources.fill_(-1)
 
     def write(self, batch: ForwardBatch, uploads: Uploads) -> None:
-        """Upload a step of at most `size` rows in one copy.
+        """Upload a step of at most `size` rows and `chunks` chunks in one copy.
 
         Uses numpy, which is faster than torch for small operations.
         """
@@ -227,24 +223,24 @@ class DecodeInputs:
         uploads.write_words(count, lambda words: self._fill(words, batch), self._buffer)
 
     def _fill(self, words: np.ndarray, batch: ForwardBatch) -> None:
-        rows, stride = batch.block_tables.shape
+        chunks, stride = batch.block_tables.shape
         places = {name: words[start:] for name, start in self._starts.items()}
         words[: len(self._padding)] = self._padding
         places["relay_sources"][batch.relay_rows.numpy()] = batch.relay_sources.numpy()
         places["table_stride"][0] = stride
-        places["cu_seqlens_q"][rows + 1 : self.size + 1] = rows
+        places["cu_seqlens_q"][chunks + 1 : self.chunks + 1] = len(batch.input_ids)
         for name in _CAPTURED:
             column = getattr(batch, name).numpy().reshape(-1)
             places[name][: len(column)] = column
 
 
-def _decode_specs(size: int, max_blocks: int) -> dict[str, TensorPlace]:
+def _input_specs(size: int, chunks: int, max_blocks: int) -> dict[str, TensorPlace]:
     """Return the fixed layout of all inputs. The block tables come last."""
     extra = {
         name: TensorPlace(shape, torch.int64)
         for name, shape in (("relay_sources", (size,)), ("table_stride", (1,)))
     }
-    sizes = {"N": size, "S": size, "S + 1": size + 1, "B": max_blocks}
+    sizes = {"N": size, "S": chunks, "S + 1": chunks + 1, "B": max_blocks}
     return extra | captured_specs(ForwardBatch, sizes)
 
 

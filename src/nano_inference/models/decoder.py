@@ -179,7 +179,10 @@ class Decoder:
         )
 
     def _forward(self, batch: ForwardBatch, view: KvcacheView) -> ForwardResult:
-        hidden = self._hidden(batch, view)
+        return self.results(self._hidden(batch, view), batch)
+
+    def results(self, hidden: Tensor, batch: ForwardBatch) -> ForwardResult:
+        """Return the results of a batch whose rows after the last norm are known, [N, H]."""
         if not self.is_last_stage:
             return ForwardResult(hidden[:0], self.xp.empty(0, device=self.device))
         whose = self._head_rows(batch)

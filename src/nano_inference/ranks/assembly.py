@@ -133,9 +133,8 @@ def _place_of_groups(rendezvous: Rendezvous, launcher: Launcher) -> tuple[str, A
 
 
 def config_here(config: EngineConfig, ranks_here: int, local_rank: int) -> EngineConfig:
-    """Return the config of one of several ranks on a machine, with its share of cores and its GPU.
-
-    CUDA graphs are disabled, because they cannot contain communication between ranks.
+    """Return the config of one of several ranks on a machine, with its share of cores and its
+    GPU.
     """
     threads = config.num_threads
     if threads is None:
@@ -143,7 +142,7 @@ def config_here(config: EngineConfig, ranks_here: int, local_rank: int) -> Engin
     device = config.device
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{local_rank}"
-    return replace(config, num_threads=threads, device=device, cuda_graphs=False)
+    return replace(config, num_threads=threads, device=device)
 
 
 def digest_of(plan: EnginePlan) -> str:

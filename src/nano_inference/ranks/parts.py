@@ -396,7 +396,9 @@ def _runner(
 
 def _graph_memory(plan: EnginePlan) -> "GraphMemory | None":
     """Return a function that measures the memory of CUDA graphs, or None without graphs."""
-    if plan.ops.name != "cuda" or plan.device.type != "cuda" or not captures_graphs(plan.config):
+    if plan.ops.name != "cuda" or plan.device.type != "cuda":
+        return None
+    if not captures_graphs(plan.config, plan.specs[POLICY]):
         return None
     from nano_inference.device.cuda_runner import graph_memory  # brings in Triton
 

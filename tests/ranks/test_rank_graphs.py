@@ -1,0 +1,87 @@
+"""Graphs of an engine whose tensor ranks share each layer: all ranks capture and replay the same
+steps, sums over ranks included. The ranks are threads, and a stand-in replaces the CUDA runtime.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import EngineConfig, InferenceEngine
+from nano_inference.device.backends import captures_graphs
+from nano_inference.device.cuda_runner import CudaRunner
+from nano_inference.models.spec.read import spec_from_config
+from tests.device.cuda_cases import conventional
+from tests.device.test_cuda_runner import bare, params
+from tests.models.tiny import FAMILIES, MORE_FAMILIES, llama_config, tiny_model
+from tests.ranks.rank_threads import ThreadLauncher
+from tests.weights.weight_cases import drain
+
+__all__ = ["conventional"]
+
+PROMPTS = [[5, 6, 7], list(range(30, 51)), [8]]
+
+
+def sampled(engine: InferenceEngine) -> list[str]:
+    """Generate filtered, greedy and penalized samples, then prompts next to decodes."""
+    how = [params(), params(temperature=0.0), params(top_p=0.9, presence_penalty=0.5)]
+    samples = engine.generate(PROMPTS, how)
+    for seed in range(3):
+        engine.add_request([seed + 1] * (4 * seed + 2), params(seed=seed))
+        samples += engine.step()
+    samples += drain(engine)
+    return [repr(bare(each)) for each in samples]
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("conventional")
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_tensor_ranks_replay_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lookahead: int
+) -> None:
+    runners: list[CudaRunner] = []
+    begin = CudaRunner.__init__
+
+    def noted(self: CudaRunner, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        runners.append(self)
+
+    monkeypatch.setattr(CudaRunner, "__init__", noted)
+    folder = str(tiny_model(tmp_path, "llama"))
+    options: dict[str, Any] = {
+        "model_path": folder,
+        "device": "cpu",
+        "kv_cache_memory": 2**20,
+        "lookahead": lookahead,
+    }
+    with InferenceEngine(EngineConfig(backend="reference", **options)) as engine:
+        expected = sampled(engine)
+    config = EngineConfig(backend="cuda", tensor_parallel=2, **options)
+    with InferenceEngine(config, ThreadLauncher()) as engine:
+        assert sampled(engine) == expected
+    counts = [(each.num_replays, each.num_trunk_replays, each.num_eager_steps) for each in runners]
+    assert counts[0] == counts[1]
+    assert counts[0][0] > 10
+    assert counts[0][1] >= 4
+    assert counts[0][2] == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "captures"),
+    [
+        ("llama", {}, True),
+        ("llama", {"tensor_parallel": 2}, True),
+        ("llama", {"pipeline_parallel": 2}, False),
+        ("llama", {"tensor_parallel": 2, "cuda_graphs": False}, False),
+        ("mixtral", {}, True),
+        ("mixtral", {"tensor_parallel": 2}, False),
+        ("mixtral", {"expert_parallel": 2}, False),
+    ],
+)
+def test_graphs_exclude_exchanges_that_the_host_reads(
+    family: str, options: dict[str, Any], captures: bool
+) -> None:
+    fields = llama_config() | (FAMILIES | MORE_FAMILIES)[family]
+    spec = spec_from_config({name: value for name, value in fields.items() if value is not None})
+    config = EngineConfig("tiny", backend="cuda", device="cpu", **options)
+    assert captures_graphs(config, spec) is captures
