@@ -10,7 +10,7 @@ import pytest
 import nano_inference
 
 SOURCES = Path(nano_inference.__file__).parent
-FOLDERS = ("serving", "engine/transports", "data", "text", "cli")
+FOLDERS = ("server", "remote", "fleet", "weights", "parallel", "system", "data", "text", "cli")
 MODULES = {
     "pickle",
     "cPickle",
@@ -47,6 +47,11 @@ def offences(source: str) -> list[str]:
             case _:
                 pass
     return results
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_scanned_folder_exists(folder: str) -> None:
+    assert any((SOURCES / folder).rglob("*.py"))
 
 
 FILES = sorted(path for folder in FOLDERS for path in (SOURCES / folder).rglob("*.py"))
