@@ -45,6 +45,7 @@ class Shard(NamedTuple):
 ALONE = (Shard("test_gpu_memory.py", limit=100.0),)
 TOGETHER = (
     Shard("test_nccl.py", limit=100.0, marked=False),
+    Shard("test_ipc.py", limit=100.0, marked=False),
     Shard("test_gpu_invariance.py", "updates and float32"),
     Shard("test_gpu_invariance.py", "updates and bfloat16"),
     Shard("test_gpu_invariance.py", "schedule and llama"),

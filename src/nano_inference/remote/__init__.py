@@ -1,6 +1,7 @@
 """An engine in another process: messages, operations, the process and its client.
 
-Imports only from: checkpoints, core, device, engine, kv_cache, ranks, structured, text, weights.
+Imports only from: checkpoints, core, device, engine, kv_cache, parallel, ranks, structured, text,
+weights.
 Begin with: client.py (the API's side), then core.py (the engine's side).
 Tests: tests/remote.
 """

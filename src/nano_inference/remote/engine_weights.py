@@ -15,6 +15,7 @@ from nano_inference.arrays import Tensor, as_host, dtype_name
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.weight_updates import require_policy
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
+from nano_inference.parallel.shared_tensors import Offer
 from nano_inference.remote import time_limits
 from nano_inference.remote.operations import Received
 from nano_inference.types import KvPolicy
@@ -37,7 +38,7 @@ MOST_NUMBERS = 2**20  # limit of one `weight_rows` call
 class _Membership:
     """Membership in a process group, joined or being joined."""
 
-    def __init__(self, address: Address, deadline: Deadline) -> None:
+    def __init__(self, address: Address | None, deadline: Deadline) -> None:
         self.joined: TrainerGroup | None = None
         self.deadline = deadline  # for joining
         self._address = address
@@ -48,6 +49,8 @@ class _Membership:
         """
         if self.joined is not None:
             return self.joined.trainer_lives()
+        if self._address is None:  # no store to probe
+            return bool(self.deadline.left())
         try:
             socket.create_connection(self._address, timeout=time_limits.STORE_PROBE).close()
         except OSError:
@@ -100,26 +103,42 @@ class EngineWeights:
         world_size: int,
         seconds: float,
         backend: str | None = None,
+        pynccl: bool = False,
+        unique_id: bytes | None = None,
     ) -> None:
         """Join a process group (`Control.groups.join`)."""
-        check_host(host)
-        from nano_inference.weights.transports.trainer_broadcasts import join_trainer
-
-        deadline = Deadline(seconds)
         device = self._engine.model.device
-        backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-        member = self._reserve(group, _Membership((host, port), deadline))
+        if unique_id is None:
+            check_host(host)
+        elif device.type != "cuda":
+            raise WeightUpdateError(
+                f"the model is on {device.type!r}, and an id of NCCL is for cards; make a group of "
+                "torch.distributed with gloo."
+            )
+        deadline = Deadline(seconds)
+        address = (host, port) if unique_id is None else None
+        member = self._reserve(group, _Membership(address, deadline))
         lost = WeightUpdateConflict(f"the group {group!r} was left while it was being joined.")
         try:
-            member.joined = join_trainer(
-                (host, port),
-                rank,
-                world_size,
-                deadline,
-                backend=backend,
-                device=device if backend == "nccl" else None,
-                name=group if named else None,
-            )
+            if unique_id is not None or (pynccl and device.type == "cuda"):
+                from nano_inference.weights.transports.pynccl import join_pynccl
+
+                member.joined = join_pynccl(
+                    address, rank, world_size, deadline, device, unique_id=unique_id
+                )
+            else:
+                from nano_inference.weights.transports.trainer_broadcasts import join_trainer
+
+                backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+                member.joined = join_trainer(
+                    (host, port),
+                    rank,
+                    world_size,
+                    deadline,
+                    backend=backend,
+                    device=device if backend == "nccl" else None,
+                    name=group if named else None,
+                )
         except BaseException:
             if self._leave(group, member):
                 raise
@@ -267,6 +286,19 @@ class EngineWeights:
         """
         with self._step(session) as current:
             self._manager.receive(read(self._manager.shapes), copy=False, of=current.update)
+
+    def receive_lent(self, session: int, offers: Sequence[Offer]) -> Received:
+        """Copy tensors from memory that a trainer on the same card lends
+        (`Control.updates.receive_lent`).
+        """
+        from nano_inference.parallel.card_memory import card_of
+        from nano_inference.weights.transports.lent import borrowed
+
+        with self._step(session) as current:
+            card = card_of(self._engine.model.device)
+            with borrowed(offers, card, self._manager.shapes, current.names) as tensors:
+                self._manager.receive(tensors, copy=True, of=current.update)
+            return self._received(None)
 
     def receive_folder(self, session: int, path: str, seconds: float) -> Received:
         """Receive a folder of weights (`Control.updates.receive_folder`)."""

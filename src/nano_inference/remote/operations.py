@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from nano_inference.errors import InvalidRequest, NanoInferenceError
+from nano_inference.parallel.shared_tensors import Offer
 from nano_inference.remote import time_limits
 from nano_inference.types import (
     AdapterInfo,
@@ -195,6 +196,8 @@ _ROWS = (
             "rank": int,
             "world_size": int,
             "backend": str | None,
+            "pynccl": bool,
+            "unique_id": bytes | None,
         }
         | _IN_TIME,
         deadline="engine",
@@ -241,6 +244,13 @@ _ROWS = (
         _RECEIVE | {"path": str},
         returns=Received,
         deadline="engine",
+    ),
+    Operation(
+        "receive_lent",
+        "weights.receive_lent",
+        "receive",
+        _SESSION | {"offers": list[Offer]},
+        returns=Received,
     ),
     # only on Ray, whose object store transfers the bytes (`RayClient`)
     Operation("receive_bucket", "", "receive", _SESSION | {"bucket": Any}),

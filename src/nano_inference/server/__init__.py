@@ -1,6 +1,6 @@
 """The HTTP server. It needs the extra `server`.
 
-Imports only from: checkpoints, core, data, fleet, models, remote, structured, text.
+Imports only from: checkpoints, core, data, fleet, models, parallel, remote, structured, text.
 Begin with: app.py, then server.py.
 Tests: tests/server.
 """

@@ -29,6 +29,16 @@ INFO = {
     "packed": False,
     "packed_buffer_size_bytes": 9,
 }
+STORAGE = {
+    "card": "8e0b1c5a",
+    "handle": "QQ==",
+    "size": 256,
+    "offset": 0,
+    "counter": "/torch_1_2_3",
+    "counter_index": 0,
+    "event": "QQ==",
+    "waits": True,
+}
 # Path -> a valid request. Each field in turn gets other values, in the JSON and in the query.
 BODIES: dict[str, dict[str, Any]] = {
     "/abort_request": {"rid": "a", "abort_all": False, "prefix": False},
@@ -70,6 +80,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "/load_lora_adapter_from_tensors": {
         "lora_name": "a", "serialized_tensors": "QQ==", "config_dict": {"r": 4}, "version": 1, "pinned": True,
         "added_tokens_config": {}, "load_format": "auto",
+    },
+    "/update_weights_from_ipc": {
+        "offers": [{"storages": [STORAGE], "tensors": [{"name": NORM, "dtype": "float32", "shape": [64],
+                                                        "start": 0, "storage": 0, "strides": [1]}]}],
+        "weight_version": "a", "flush_cache": False,
     },
     "/update_weights_from_tensor": {"serialized_named_tensors": ["QQ=="], "load_format": "auto", "weight_version": "a"},
     "/wake_up": {"tags": ["weights"]},
@@ -177,6 +192,6 @@ def test_extremes_are_refused_in_a_sentence(url: str, path: str) -> None:
 def test_extremes_cover_all_changing_routes() -> None:
     nothing_to_say = {
         "/continue_generation", "/flush_cache", "/post_process_weights", "/pull_weights", "/resume",
-        "/shutdown_weight_transfer_engine", "/update_weights_from_ipc",
+        "/shutdown_weight_transfer_engine",
     }  # fmt: skip
     assert set(BODIES) | nothing_to_say == paths.CHANGING

@@ -1,5 +1,6 @@
 """vLLM's RL routes and their effect on requests: pause, abort, sleep, recompute."""
 
+import base64
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from tests.server.trainers.asking import GENERATE, ask, body, look, running
 
 PROMPT = list(range(3, 60))
 LONG = 430  # tokens: more than a request gets during a check
+ADDRESS = {"master_address": "127.0.0.1", "master_port": 1}
+PLACE = {"rank_offset": 1, "world_size": 2}
+ID = base64.b64encode(bytes(128)).decode()  # of NCCL
 QUIET = 0.2  # seconds without progress of a paused engine
 
 
@@ -234,8 +238,26 @@ def test_trainers_first_requests_are_answered(url: str) -> None:
         (
             "/init_weight_transfer_engine",
             {"init_info": {"nccl_unique_id_b64": "AA=="}},
-            501,
+            400,
             "nccl_unique_id_b64",
+        ),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {"nccl_unique_id_b64": ID, "world_size": 2}},
+            400,
+            "rank_offset",
+        ),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": ADDRESS | PLACE | {"nccl_unique_id_b64": ID}},
+            400,
+            "not both",
+        ),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": PLACE | {"nccl_unique_id_b64": ID}},  # this engine is on a CPU
+            400,
+            None,
         ),
         ("/start_weight_update", None, 409, None),
         ("/start_weight_update", {"is_checkpoint_format": False}, 400, None),

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Unpack
 
+from nano_inference.parallel.shared_tensors import Offer
 from nano_inference.remote.operations import Checks, Received
 from nano_inference.remote.tasks import start_task
 from nano_inference.remote.time_limits import SOON
@@ -50,9 +51,11 @@ class Groups:
         world_size: int,
         backend: str | None = None,
         named: bool = False,
+        pynccl: bool = False,
+        unique_id: bytes | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Join a trainer's `torch.distributed` group at its TCP store.
+        """Join a trainer's `torch.distributed` group at its TCP store, or its group of PyNccl.
 
         Raises a 409 if a live trainer has a group of this name, or has any group while an update is
         open. A dead trainer's update is canceled.
@@ -66,6 +69,9 @@ class Groups:
             backend: "gloo" or "nccl". None: chosen by the engine's device.
             named: True if the trainer made the group with `group_name=name` in addition to a
                 default group (slime, SGLang). False: an ordinary `init_process_group`.
+            pynccl: True if trainers of this dialect make groups of vLLM's PyNccl on cards. On CPUs
+                they make ordinary ones.
+            unique_id: Id of NCCL, 128 bytes, instead of a store.
             timeout: Seconds. None: the server's deadline.
         """
         await self._engine.call(
@@ -78,6 +84,8 @@ class Groups:
             rank=rank,
             world_size=world_size,
             backend=backend,
+            pynccl=pynccl,
+            unique_id=unique_id,
         )
 
     async def has(self, name: str) -> bool:
@@ -210,6 +218,12 @@ class Updates:
             for start in range(0, len(whole) or 1, PART)
         )
         return await self._receive("receive_file", None, parts, content)
+
+    async def receive_lent(self, offers: Sequence[Offer]) -> Received:
+        """Copy tensors from memory that a trainer on the engine's card lends. The handles are
+        closed before this returns, also after an error.
+        """
+        return await self._receive("receive_lent", None, [{"offers": offers}])
 
     async def receive_folder(self, path: str, *, timeout: float | None = None) -> Received:
         """Read the safetensors of a folder or a file on this machine."""

@@ -103,6 +103,7 @@ async def _stay_joined(server: Server) -> None:
                 address.port,
                 rank=1 + config.actor_llm_idx,
                 world_size=config.weight_update_group_world_size,
+                pynccl=True,
             )
             pause = _PAUSES[0]
             log.info("joined the weight group at %s.", config.weight_update_group_init_method)

@@ -115,33 +115,45 @@ def _query_of(request: Request) -> Mapping[str, Sequence[str]]:
 
 async def read_with_tensors(
     request: Request, server: Server, route: Route, model: type[Read]
-) -> tuple[Read, bytes | bytearray]:
-    """Read a request's fields and its safetensors file. The file is the body, with fields in the
-    query, or base64 in the first of the route's `files` that is set.
+) -> tuple[Read, list[bytes | bytearray]]:
+    """Read a request's fields and its files. The only file is the body, with fields in the query.
+    Otherwise the first of the route's `files` that is set has them in base64.
     """
     server.lifecycle.require_open()
     query = _query_of(request)
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media_type == "application/octet-stream":
         content = await read_request(request, server, lambda body, _: body)
-        return read_fields(model, {}, query), content
+        return read_fields(model, {}, query), [content]
     body, file = await read_request(
         request, server, lambda body, _: read_with_file(body, server.config, route.files)
     )
     fields = read_fields(model, body, query)
     if file is not None:
-        return fields, file
+        return fields, [file]
     name, texts = next(
         ((name, texts) for name in route.files if (texts := getattr(fields, name)) is not None),
         (route.files[0], ()),
     )
-    if len(texts) != 1:
-        raise bad_request(
-            f"{name} must contain one string, a safetensors file as base64. Or send the file as "
-            "the body, as application/octet-stream.",
-            name,
-        )
-    return fields, decoded(texts[0], name)  # from the query, which is short
+    if not texts:
+        raise no_single_file(name)
+    return fields, [decoded(text, name) for text in texts]
+
+
+def only_file(contents: Sequence[bytes | bytearray], name: str) -> bytes | bytearray:
+    """Return the only file of a request. Raises `ApiError` 400, which names its field."""
+    if len(contents) != 1:
+        raise no_single_file(name)
+    return contents[0]
+
+
+def no_single_file(name: str) -> ApiError:
+    """Return the error of a request with no file, or with several."""
+    return bad_request(
+        f"{name} must contain one string, a safetensors file as base64. Or send the file as the "
+        "body, as application/octet-stream.",
+        name,
+    )
 
 
 LONG = 1 << 16  # minimum bytes of a string that is cut out

@@ -10,9 +10,9 @@ sources of older versions).
 
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,28 +42,58 @@ SLACK = 2**30  # bytes of address space, which take no memory until they are wri
 Run = Sequence[TensorInfo]  # tensors of one broadcast, without gaps
 
 
-class TrainerGroup:
-    """Group made by a trainer and joined with `join_trainer`.
+class Broadcasts(Protocol):
+    """Ranks that receive a trainer's broadcasts: a `ProcessGroup`, or a group of PyNccl."""
 
-    Attributes:
-        group: Process group for collectives.
+    rank: int
+    size: int
+    device: torch.device
+
+    def begin_broadcast(self, tensor: Tensor, deadline: Deadline, what: str) -> Any:
+        """Start a broadcast without waiting. Pass the result to `wait`."""
+        ...
+
+    def wait(self, works: Iterable[Any], what: str, deadline: Deadline) -> None:
+        """Wait for broadcasts. Raises `WeightTransferError`."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group, without a wait."""
+        ...
+
+
+class TrainerGroup:
+    """Group made by a trainer and joined with `join_trainer` or `pynccl.join_pynccl`.
+
+    Args:
+        group: Ranks of the group.
+        watch: Connection to the trainer's store. None if the trainer serves none.
     """
 
-    def __init__(self, group: ProcessGroup, watch: socket.socket) -> None:
+    def __init__(self, group: Broadcasts, watch: socket.socket | None) -> None:
         self.group, self._watch = group, watch
 
     def trainer_lives(self) -> bool:
-        """Return True if the process that serves the store exists, even if it is stopped."""
-        return _is_open(self._watch)
+        """Return True if the process that serves the store exists, even if it is stopped. Without
+        a store, return True until the group is left.
+        """
+        return self._watch is None or is_open(self._watch)
 
     def stream(self, memory: ReusedMemory) -> GroupReceiver:
-        """Return a receiver of the updates that `WeightSender.over` sends over this group."""
+        """Return a receiver of the updates that `WeightSender.over` sends over this group. Raises
+        `WeightUpdateError` for a group of PyNccl.
+        """
+        if not isinstance(self.group, ProcessGroup):
+            raise WeightUpdateError(
+                "a stream of weights needs a torch.distributed group, not one of PyNccl."
+            )
         return GroupReceiver(self.group, self.group.device, memory)
 
     def close(self) -> None:
         """Leave the group. Transfers in progress fail on every side."""
         self.group.close()
-        self._watch.close()
+        if self._watch is not None:
+            self._watch.close()
 
 
 def join_trainer(
@@ -93,10 +123,10 @@ def join_trainer(
     check_backend(backend)
     device = device_for(backend, device)
     store = join_store(address, world_size, deadline)
-    watch = _watch(address, deadline)
+    watch = watch_trainer(address, deadline)
 
     def alive() -> None:
-        if not _is_open(watch):
+        if not is_open(watch):
             raise RuntimeError("the trainer's store has closed the connection")
 
     try:
@@ -114,7 +144,7 @@ def join_trainer(
     return TrainerGroup(group, watch)
 
 
-def _watch(address: Address, deadline: Deadline) -> socket.socket:
+def watch_trainer(address: Address, deadline: Deadline) -> socket.socket:
     """Return a connection to the store that carries no data and closes when the trainer's process
     ends.
 
@@ -139,7 +169,8 @@ def _keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def _is_open(connection: socket.socket) -> bool:
+def is_open(connection: socket.socket) -> bool:
+    """Return True unless the other side has closed a connection that carries no data."""
     try:
         return connection.recv(1, socket.MSG_PEEK) != b""
     except BlockingIOError:

@@ -21,7 +21,7 @@ from nano_inference.server.control.control import Control
 from nano_inference.server.errors import ApiError
 from nano_inference.server.server import Server
 from nano_inference.weights.transports import Deadline
-from nano_inference.weights.transports.trainer_broadcasts import _watch
+from nano_inference.weights.transports.trainer_broadcasts import watch_trainer
 from tests.server.engines import Run, config_of
 from tests.server.scripted import sources
 from tests.server.trainers.group_trainer import new_weights
@@ -245,7 +245,7 @@ def test_new_engine_is_not_paused() -> None:
 def test_machine_that_is_cut_off_is_noticed() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        _watch(("127.0.0.1", server.getsockname()[1]), Deadline(5.0)) as watch,
+        watch_trainer(("127.0.0.1", server.getsockname()[1]), Deadline(5.0)) as watch,
     ):
         assert watch.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         if hasattr(socket, "TCP_KEEPIDLE"):

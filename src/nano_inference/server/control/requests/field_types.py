@@ -152,11 +152,11 @@ def _as_texts(value: Any, info: ValidationInfo) -> tuple[str, ...]:
     return tuple(value)
 
 
-_STRING, _BOOLEAN = WithJsonSchema({"type": "string"}), WithJsonSchema({"type": "boolean"})
+STRING, _BOOLEAN = WithJsonSchema({"type": "string"}), WithJsonSchema({"type": "boolean"})
 _STRINGS = WithJsonSchema({"type": "array", "items": {"type": "string"}})
 
-Text = Annotated[str, read_by("a string", _as_text), _STRING]
-RequiredText = Annotated[str, PlainValidator(_as_required), _STRING]  # nonempty
+Text = Annotated[str, read_by("a string", _as_text), STRING]
+RequiredText = Annotated[str, PlainValidator(_as_required), STRING]  # nonempty
 Flag = Annotated[bool, read_by("true or false", _as_flag), _BOOLEAN]
 # a positive duration of at most a day
 Seconds = Annotated[
@@ -165,7 +165,7 @@ Seconds = Annotated[
     WithJsonSchema({"type": "number"}),
 ]
 # name of a weight version: a string, or an integer from trainers that count
-Version = Annotated[str, PlainValidator(_as_version), _STRING]
+Version = Annotated[str, PlainValidator(_as_version), STRING]
 Texts = Annotated[tuple[str, ...], PlainValidator(_as_texts), _STRINGS]
 Anything = Annotated[Any, read_by("anything", lambda given: given), WithJsonSchema({})]
 Mapped = Annotated[
@@ -195,7 +195,7 @@ WorldSize = Annotated[int, whole(2, 2**16), INTEGER]
 
 
 def _as_rank(value: Any, info: ValidationInfo) -> int:
-    return checked(value, info, *_whole(1, info.data.get("world_size", 2**16) - 1))
+    return checked(value, info, *_whole(1, (info.data.get("world_size") or 2**16) - 1))
 
 
 # rank of the engine in a group whose rank 0 is the trainer; declare it after `world_size`

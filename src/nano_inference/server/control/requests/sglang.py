@@ -49,6 +49,7 @@ _NOTHING_TO_RELEASE = "cuda_graph"  # a tag of SGLang; here its memory is part o
 _SELECTED = ("target", "all")
 _ACTIONS = ("checksum", "snapshot", "compare", "reset_tensors")
 _BACKENDS = ("gloo", "nccl")
+_TENSOR_FORMATS = ("safetensors", "direct", "flattened_bucket")
 
 
 def _named(name: str) -> str:
@@ -66,14 +67,9 @@ def _format(*known: str) -> PlainValidator:
         )
         if text in ("auto", *known):
             return text
-        hint = (
-            "; flattened buckets are pickles, which are not supported"
-            if text == "flattened_bucket"
-            else ""
-        )
         raise bad_request(
             f"load_format={shown(text)} is not supported: leave it out, or use "
-            f"{' or '.join(known)}{hint}.",
+            f"{' or '.join(known)}.",
             "load_format",
         )
 
@@ -223,7 +219,36 @@ class UpdateFromTensor(UpdateFields):
     """Body of `POST /update_weights_from_tensor`."""
 
     serialized_named_tensors: Texts | None = None
-    load_format: Annotated[str, _format("safetensors"), words(("auto", "safetensors"))] = "auto"
+    load_format: Annotated[str, _format(*_TENSOR_FORMATS), words(("auto", *_TENSOR_FORMATS))] = (
+        "auto"
+    )
+
+    @property
+    def is_flattened(self) -> bool:
+        """True if each file is a pickled flattened bucket."""
+        return self.load_format == "flattened_bucket"
+
+    @property
+    def may_lend(self) -> bool:
+        """True unless the files must be safetensors."""
+        return self.load_format != "safetensors"
+
+
+class UpdateFromIpc(UpdateFields):
+    """Body of `POST /update_weights_from_ipc`."""
+
+    missing: ClassVar = {
+        "offers": "offers is missing; make it with nano_inference.weights.transports.lending.lend."
+    }
+    zmq_handles: Annotated[
+        Anything,
+        only(
+            (),
+            "zmq_handles is not supported, since its sockets carry pickles; send offers.",
+            param="zmq_handles",
+        ),
+    ] = None
+    offers: Anything
 
 
 class UpdateFromDisk(UpdateFields):
@@ -281,8 +306,6 @@ NOT_HERE: Mapping[str, str] = {
     "POST /post_process_weights": "weights are not repacked; send them as in a checkpoint.",
     "POST /pull_weights": "the engine does not fetch weights; send them, or give a folder to "
     "/update_weights_from_disk.",
-    "POST /update_weights_from_ipc": "weights are not shared between processes; send them by a "
-    "group, or as safetensors.",
 }
 _ROWS = "Get the first rows of a tensor, at most a million numbers"
 _CHECKS = "Get checksums (first 16 digits of SHA-256), take a snapshot, or compare with it"
@@ -319,10 +342,16 @@ ROUTES = (
     ),
     Route(
         "POST /update_weights_from_tensor",
-        "Update from safetensors, sent as the body or as base64 in JSON",
+        "Update from safetensors, sent as the body or as base64 in JSON, or from CUDA IPC handles",
         UpdateFromTensor,
         family="weights",
         files=("serialized_named_tensors",),
+    ),
+    Route(
+        "POST /update_weights_from_ipc",
+        "Copy weights that a trainer lends on the engine's card",
+        UpdateFromIpc,
+        family="weights",
     ),
     Route(
         "POST /update_weights_from_disk",

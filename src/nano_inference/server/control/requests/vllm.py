@@ -1,11 +1,14 @@
 """vLLM's control routes."""
 
+import binascii
+from contextlib import suppress
 from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import WithJsonSchema, model_validator
 
 from nano_inference.server.control.requests.field_types import (
     INTEGER,
+    STRING,
     Anything,
     CheckFields,
     ControlRequest,
@@ -17,6 +20,7 @@ from nano_inference.server.control.requests.field_types import (
     Route,
     Seconds,
     TensorSpec,
+    Text,
     Texts,
     Version,
     WorldSize,
@@ -77,22 +81,59 @@ class Packing(ControlRequest):
         return (self.packed_buffer_size_bytes or default or PACKED_BYTES) if packed else None
 
 
-class InitInfo(Packing):
-    """`init_info` of `InitTransfer`."""
+_STORE = ("master_address", "master_port")
+_PLACE = ("world_size", "rank_offset")
+UNIQUE_ID_BYTES = 128  # length of an id of NCCL
+_UNIQUE_ID = f"standard base64 of {UNIQUE_ID_BYTES} bytes"
 
-    nccl_unique_id_b64: Annotated[
-        Anything,
-        only(
-            (),
-            "nccl_unique_id_b64 is not supported: the trainer opens a torch.distributed group as "
-            "rank 0, at master_address and master_port.",
-            param="init_info.nccl_unique_id_b64",
-        ),
-    ] = None
-    master_address: RequiredText
-    master_port: Port
-    world_size: WorldSize
-    rank_offset: Rank
+
+def _unique_id(value: object) -> bytes | None:
+    if not isinstance(value, str):
+        return None
+    with suppress(ValueError):  # also for text that is not ASCII
+        content = binascii.a2b_base64(value, strict_mode=True)
+        return content if len(content) == UNIQUE_ID_BYTES else None
+    return None
+
+
+class InitInfo(Packing):
+    """`init_info` of `InitTransfer`. Without a group, as of vLLM's IPC engine, updates bring
+    handles of memory.
+    """
+
+    missing: ClassVar = {
+        "master_address": "master_address is missing; it must be a string.",
+        "master_port": "master_port is missing; it must be an integer.",
+        "world_size": "world_size is missing; it must be an integer.",
+        "rank_offset": "rank_offset is missing; it must be an integer.",
+    }
+    nccl_unique_id_b64: Annotated[bytes, read_by(_UNIQUE_ID, _unique_id), STRING] | None = None
+    master_address: RequiredText | None = None
+    master_port: Port | None = None
+    world_size: WorldSize | None = None
+    rank_offset: Rank | None = None
+    # False: an ordinary torch.distributed group also on cards, where vLLM's trainers use PyNccl
+    pynccl: Flag = True
+
+    @property
+    def has_group(self) -> bool:
+        """True if the trainer makes a group."""
+        return not self.model_fields_set.isdisjoint((*_STORE, *_PLACE, "nccl_unique_id_b64"))
+
+    @model_validator(mode="after")
+    def _is_one_group(self) -> "InitInfo":
+        if not self.has_group:
+            return self
+        has_id = self.nccl_unique_id_b64 is not None
+        for name in (*(() if has_id else _STORE), *_PLACE):
+            if getattr(self, name) is None:
+                raise bad_request(self.missing[name], name)
+        if has_id and not self.model_fields_set.isdisjoint(_STORE):
+            raise bad_request(
+                "set nccl_unique_id_b64, or master_address and master_port, but not both.",
+                "init_info.nccl_unique_id_b64",
+            )
+        return self
 
 
 class InitTransfer(ControlRequest):
@@ -118,6 +159,18 @@ class StartUpdate(CheckFields):
 class UpdateInfo(Packing):
     """`update_info` of `Update`."""
 
+    ipc_handles: Annotated[
+        Anything,
+        only(
+            (),
+            "ipc_handles is not supported in JSON; send ipc_handles_pickled, or use "
+            "/update_weights_from_ipc.",
+            status=400,
+            param="ipc_handles",
+        ),
+    ] = None
+    ipc_handles_pickled: Text | None = None
+    tensor_sizes: Anything = None  # only for a packed buffer
     names: Texts | None = None
     dtype_names: Texts | None = None
     shapes: Anything = None
@@ -232,7 +285,7 @@ ROUTES = (
     Route("POST /inference/v1/abort_requests", "End the requests with these ids", AbortNamed),
     Route(
         "POST /init_weight_transfer_engine",
-        "Join the trainer's group",
+        "Join the trainer's group, or expect CUDA IPC handles",
         InitTransfer,
         family="weights",
     ),
@@ -240,7 +293,7 @@ ROUTES = (
     Route("POST /start_weight_update", "Begin a weight update", StartUpdate, family="weights"),
     Route(
         "POST /update_weights",
-        "Receive weights: one broadcast per tensor, or packed",
+        "Receive weights: one broadcast per tensor, packed, or from CUDA IPC handles",
         Update,
         family="weights",
     ),

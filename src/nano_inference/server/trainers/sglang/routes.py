@@ -7,7 +7,8 @@ Differences from SGLang and special cases:
 - Requests are aborted only if `abort_all_requests` is true, even where SGLang's default is to abort
   them.
 - `flush_cache` of an update only frees memory: prefixes of older weights are never used anyway.
-- `/update_weights_from_tensor` accepts safetensors, as the body or as base64. Pickles are rejected.
+- `/update_weights_from_tensor` accepts safetensors, as the body or as base64, and SGLang's pickles
+  of CUDA IPC handles, which are read without executing them.
 - `/health_generate` draws a token, unless the engine is paused or asleep: then it only has to
   answer. All callers within a second share one token.
 """
@@ -40,6 +41,7 @@ from nano_inference.server.trainers.reading import (
     Answer,
     add_route,
     add_routes,
+    only_file,
     read_with_tensors,
 )
 from nano_inference.server.trainers.sglang.weights import Weights
@@ -99,6 +101,7 @@ def routes(router: APIRouter, server: Server) -> None:
     updates: dict[str, Answer] = {
         "POST /update_weights_from_distributed": weights.update_from_distributed,
         "POST /update_weights_from_disk": weights.update_from_disk,
+        "POST /update_weights_from_ipc": weights.update_from_ipc,
         "POST /end_weight_update": weights.end,
     }
     add_routes(router, server, ROUTES, answers | updates, dict.fromkeys(updates, weights.fail))
@@ -106,14 +109,15 @@ def routes(router: APIRouter, server: Server) -> None:
 
     async def update_from_tensor(request: Request) -> Response:
         try:
-            fields, content = await read_with_tensors(request, server, tensor, UpdateFromTensor)
-            return json_reply(200, await weights.update_from_tensor(fields, content))
+            fields, contents = await read_with_tensors(request, server, tensor, UpdateFromTensor)
+            return json_reply(200, await weights.update_from_tensor(fields, contents))
         except BaseException as problem:
             await weights.fail(problem)
             raise
 
     async def load_tensors(request: Request) -> Response:
-        fields, content = await read_with_tensors(request, server, adapter, LoadTensors)
+        fields, contents = await read_with_tensors(request, server, adapter, LoadTensors)
+        content = only_file(contents, "serialized_tensors")
         return json_reply(200, await state.load_tensors(fields, content))
 
     add_route(router, tensor, update_from_tensor)

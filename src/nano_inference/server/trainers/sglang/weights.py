@@ -16,12 +16,16 @@ from nano_inference.server.control.requests.sglang import (
     UpdateFields,
     UpdateFromDisk,
     UpdateFromGroup,
+    UpdateFromIpc,
     UpdateFromTensor,
 )
 from nano_inference.server.errors import ApiError, bad_request
+from nano_inference.server.trainers.handles import PICKLE, offers_of_json, offers_of_sglang
+from nano_inference.server.trainers.reading import only_file
 
 DIALECT = "SGLang"
 WHOLE = 1 << 62  # a packed run that never ends: a flattened bucket is one broadcast
+TENSORS = "serialized_named_tensors"
 _DIGITS = 16  # hexadecimal digits of a checksum: SGLang's have 64 bits
 _RANK: Mapping[str, object] = {
     **dict.fromkeys(("rank", "tp_rank", "dp_rank", "pp_rank"), 0),
@@ -96,10 +100,25 @@ class Weights:
         )
 
     async def update_from_tensor(
-        self, fields: UpdateFromTensor, content: bytes | bytearray
+        self, fields: UpdateFromTensor, contents: Sequence[bytes | bytearray]
     ) -> dict[str, object]:
         """Answer `POST /update_weights_from_tensor`."""
-        return await self._take(fields, lambda: self._control.updates.receive_file(content))
+        updates = self._control.updates
+        if fields.may_lend and all(each[:1] == PICKLE for each in contents):
+            _require_entries(len(contents), self._control.engine.client.num_engines)
+            offers = offers_of_sglang(contents, fields.is_flattened, TENSORS)
+            return await self._take(fields, lambda: updates.receive_lent(offers))
+        if fields.is_flattened:
+            raise bad_request(
+                "load_format=flattened_bucket requires SGLang's pickle of a CUDA tensor.", TENSORS
+            )
+        content = only_file(contents, TENSORS)
+        return await self._take(fields, lambda: updates.receive_file(content))
+
+    async def update_from_ipc(self, fields: UpdateFromIpc) -> dict[str, object]:
+        """Answer `POST /update_weights_from_ipc`."""
+        offers = offers_of_json(fields.offers, "offers")
+        return await self._take(fields, lambda: self._control.updates.receive_lent(offers))
 
     async def update_from_disk(self, fields: UpdateFromDisk) -> dict[str, object]:
         """Answer `POST /update_weights_from_disk`."""
@@ -191,6 +210,15 @@ class Weights:
 def done(message: str) -> dict[str, object]:
     """Return a success reply."""
     return {"success": True, "message": message}
+
+
+def _require_entries(count: int, num_engines: int) -> None:
+    if count not in (1, num_engines):
+        raise bad_request(
+            f"{TENSORS} has {count} entries, one for each rank of a larger engine; send one, or "
+            f"one for each of the {num_engines} engines.",
+            TENSORS,
+        )
 
 
 def _require_same_checks(began: Checks, said: Checks) -> None:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from fastapi import APIRouter, Request, Response
 
+from nano_inference.parallel.shared_tensors import Offer
 from nano_inference.server.control.control import Control
 from nano_inference.server.control.requests.vllm import (
     ROUTES,
@@ -23,13 +24,22 @@ from nano_inference.server.control.requests.vllm import (
     StartUpdate,
     UnloadAdapter,
     Update,
+    UpdateInfo,
     Wake,
 )
-from nano_inference.server.errors import ApiError, shown
+from nano_inference.server.errors import ApiError, bad_request, shown
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server
 from nano_inference.server.trainers import prime_rl
-from nano_inference.server.trainers.reading import Answer, Raw, add_route, add_routes, raw_of
+from nano_inference.server.trainers.handles import offers_of_vllm
+from nano_inference.server.trainers.reading import (
+    Answer,
+    Raw,
+    add_route,
+    add_routes,
+    decoded,
+    raw_of,
+)
 from nano_inference.server.trainers.shared import one_field, require_own_name
 from nano_inference.types import Memory
 
@@ -169,19 +179,25 @@ class Transfer:
         self._control = control
         # size of the group's packed runs; None: one broadcast per tensor
         self._packed_bytes: int | None = None
+        self._lends = False  # the trainer sends handles of memory instead of broadcasts
 
     async def join(self, fields: InitTransfer) -> dict[str, Any]:
         """Answer `POST /init_weight_transfer_engine`."""
         info = fields.init_info
-        await self._control.groups.join(
-            GROUP,
-            info.master_address,
-            info.master_port,
-            rank=info.rank_offset,
-            world_size=info.world_size,
-            timeout=fields.timeout,
-        )
-        self._packed_bytes = info.packed_bytes(None)
+        if info.has_group:
+            assert info.rank_offset is not None
+            assert info.world_size is not None
+            await self._control.groups.join(
+                GROUP,
+                info.master_address or "",
+                info.master_port or 0,
+                rank=info.rank_offset,
+                world_size=info.world_size,
+                pynccl=info.pynccl,
+                unique_id=info.nccl_unique_id_b64,
+                timeout=fields.timeout,
+            )
+        self._packed_bytes, self._lends = info.packed_bytes(None), not info.has_group
         return {"message": "Weight transfer initialized"}
 
     async def leave(self, _: object) -> dict[str, Any]:
@@ -192,6 +208,7 @@ class Transfer:
             raise ApiError(
                 409, "a weight update is open; finish it before you shut the transfer down."
             )
+        self._lends = False
         try:
             await self._control.groups.leave(GROUP)
         except ApiError as problem:
@@ -201,7 +218,7 @@ class Transfer:
 
     async def start(self, fields: StartUpdate) -> dict[str, Any]:
         """Answer `POST /start_weight_update`."""
-        await self._require_group()
+        await self._require_transfer()
         await self._control.updates.begin(**fields.checks)
         return {"message": "Weight update started"}
 
@@ -211,14 +228,25 @@ class Transfer:
             raise ApiError(
                 409, "no weight update is open; call /start_weight_update before /update_weights."
             )
-        await self._require_group()
+        await self._require_transfer()
         fields = raw.read(Update)
-        await self._control.updates.receive_broadcast(
-            GROUP,
-            fields.update_info.tensors(),
-            packed_bytes=fields.update_info.packed_bytes(self._packed_bytes),
-            timeout=fields.timeout,
-        )
+        info, updates = fields.update_info, self._control.updates
+        if self._lends:
+            await updates.receive_lent(_offers(info))
+        elif info.ipc_handles_pickled is not None:
+            raise ApiError(
+                409,
+                "the trainer joined a group; to send handles, call /init_weight_transfer_engine "
+                "with an empty init_info.",
+                "ipc_handles_pickled",
+            )
+        else:
+            await updates.receive_broadcast(
+                GROUP,
+                info.tensors(),
+                packed_bytes=info.packed_bytes(self._packed_bytes),
+                timeout=fields.timeout,
+            )
         return {"message": "Weights updated"}
 
     async def fail(self, problem: BaseException) -> None:
@@ -240,13 +268,21 @@ class Transfer:
         await self._control.updates.finish(version=fields.weight_version)
         return {"message": "Weight update finished"}
 
-    async def _require_group(self) -> None:
-        if not await self._control.groups.has(GROUP):
+    async def _require_transfer(self) -> None:
+        if not self._lends and not await self._control.groups.has(GROUP):
             raise ApiError(
                 409,
                 "no weight transfer group with a live trainer; call "
                 "/init_weight_transfer_engine first.",
             )
+
+
+def _offers(info: UpdateInfo) -> list[Offer]:
+    """Return the offers of an update's handles. Raises `ApiError` 400."""
+    field, text = "ipc_handles_pickled", info.ipc_handles_pickled
+    if text is None:
+        raise bad_request(f"{field} is missing; it must be vLLM's handles as base64.", field)
+    return offers_of_vllm(decoded(text, field), info.tensors(), info.tensor_sizes, field)
 
 
 class Adapters:
