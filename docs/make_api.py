@@ -14,7 +14,7 @@ import nano_inference
 import nano_inference.data
 import nano_inference.rl
 from nano_inference.rl import trl
-from nano_inference.weights.transports import broadcast, files, interface, sender
+from nano_inference.weights.transports import broadcast, files, interface, lending, sender
 
 TARGET = Path(__file__).parent / "api.md"
 GROUPS = {
@@ -83,6 +83,7 @@ TRANSPORTS = (
         files.write_folder,
         broadcast.BroadcastReceiver,
         sender.WeightSender,
+        lending.lend,
     ),
     interface.WeightTransport,
 )

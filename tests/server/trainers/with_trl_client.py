@@ -1,8 +1,8 @@
 """Use a server with TRL's clients of a vLLM server: `python with_trl_client.py URL MODEL_FOLDER`.
 
 Run by an interpreter that has TRL. Prints the results as JSON. TRL imports the trainer's half of
-the weight transfer from a package named `vllm`. `examples/vllm_gloo.py` replaces it and joins the
-server in an ordinary gloo group, so that real bytes travel.
+the weight transfer from a package named `vllm`, here that of shim/. Without a card it joins the
+server in a gloo group, so that real bytes travel.
 """
 # pyright: reportMissingImports=false
 
@@ -15,22 +15,18 @@ from typing import Any
 
 import requests
 import torch
-import torch.distributed as dist
 from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
-import vllm_gloo
+sys.path.insert(0, str(Path(__file__).parents[3] / "shim" / "src"))
 
 URL, FOLDER = sys.argv[1:3]
 PROMPTS = [[5, 6, 7], [8, 9]]
 
-
-vllm_gloo.install()
-
 from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncClient  # noqa: E402
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient  # noqa: E402
 from trl.generation.vllm_client import VLLMClient  # noqa: E402
+from vllm.utils.network_utils import get_open_port  # noqa: E402
 
 
 def a_model(seed: int) -> Any:
@@ -81,7 +77,6 @@ def whole_update(client: VLLMClient) -> dict[str, Any]:
             client.update_named_param(name, parameter.data)
     client.reset_prefix_cache()
     client.close_communicator()
-    dist.destroy_process_group()
     return {"first": first, "second": compared(other)}
 
 
@@ -117,7 +112,6 @@ def update_in_flight() -> dict[str, Any]:
     transfer.resume()
     thread.join(60)
     transfer.destroy()
-    dist.destroy_process_group()
     return {
         "weights": compared(model),
         "choice": replies[0]["choices"][0],
@@ -127,7 +121,7 @@ def update_in_flight() -> dict[str, Any]:
 
 torch.set_num_threads(1)
 PartialState(cpu=True)  # TRL's logging requires it
-client = VLLMClient(base_url=URL, group_port=vllm_gloo.free_port(), connection_timeout=10)
+client = VLLMClient(base_url=URL, group_port=get_open_port(), connection_timeout=10)
 seen = {"info": client.get_server_info(), "model": client.model} | sampling(client)
 seen |= {"updates": whole_update(client), "in_flight": update_in_flight()}
 print(json.dumps(seen))

@@ -1,0 +1,1 @@
+"""Groups of a trainer and its servers."""

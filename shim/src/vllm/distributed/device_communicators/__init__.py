@@ -1,0 +1,1 @@
+"""Broadcasts between a trainer and its servers."""

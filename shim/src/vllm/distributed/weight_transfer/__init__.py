@@ -1,0 +1,1 @@
+"""Trainer's half of the weight transfer."""

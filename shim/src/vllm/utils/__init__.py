@@ -1,0 +1,1 @@
+"""Helpers of vLLM that TRL imports."""
