@@ -41,7 +41,7 @@ def test_trunk_sizes_waste_at_most_a_fifth(largest: int) -> None:
     rows=st.integers(1, 3000),
     chunks=st.integers(1, 300),
 )
-def test_every_step_within_bounds_has_a_graph(
+def test_graphs_compute_all_steps_within_bounds(
     largest: int, most_chunks: int, rows: int, chunks: int
 ) -> None:
     chunks, model = min(chunks, rows), SimpleNamespace(device=torch.device("cpu"))
@@ -168,14 +168,14 @@ def test_first_capture_is_the_largest_on_a_gpu(
 class Costs:
     """Graphs of one kind whose captures take memory of a fake card."""
 
-    def __init__(self, card: "FakeCard", sizes: tuple[int, ...], pool: int, each: int) -> None:
-        self.card, self.sizes, self.pool, self.each = card, sizes, pool, each
+    def __init__(self, card: "FakeCard", sizes: tuple[int, ...], pool: int, per_graph: int) -> None:
+        self.card, self.sizes, self.pool, self.per_graph = card, sizes, pool, per_graph
         self.captured: list[int] = []
 
     def capture(self, sizes: Any) -> None:
         for size in sorted(set(sizes) - set(self.captured), reverse=True):
             self.card.shared = max(self.card.shared, self.pool * size)
-            self.card.driver += self.each
+            self.card.driver += self.per_graph
             self.captured.append(size)
 
 

@@ -269,8 +269,8 @@ def test_overlapping_trunk_equals_one_kernel_after_the_other(
             tensors = [each for each in args if isinstance(each, Tensor)]
             tensors = [each for each in tensors if each.data_ptr() not in weights]
             lost.extend((each, each.clone()) for each in tensors)
-            for each in tensors:
-                each.fill_(torch.nan if each.is_floating_point() else 0)
+            for tensor in tensors:
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
         result = call(self, *args, **options)
         assert not lost, "no program has waited"
         return result

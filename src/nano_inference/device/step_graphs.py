@@ -70,8 +70,8 @@ class StepGraphs(NamedTuple):
             if probes:
                 start = free()
                 graphs.capture(probes)
-                each = -(-max(start - free(), 0) // len(probes))
-                others += each * (len(smaller) - len(probes))
+                per_graph = -(-max(start - free(), 0) // len(probes))
+                others += per_graph * (len(smaller) - len(probes))
         return max(before - free(), 0) + others
 
 

@@ -442,7 +442,7 @@ def _vector_kernel(
     tile = tl.load(start, mask=ours & (ks < K)[None, :, :], other=0.0)
     # keep the load in flight during the norm: otherwise the assembler would move it after the norm
     tl.debug_barrier()
-    if OVERLAPS:  # before the first read of what a kernel has written, and the first write
+    if OVERLAPS:  # before the first read of another kernel's output, and the first write
         tl.extra.cuda.gdc_wait()
 
     first_factor, second_factor = 1.0, 1.0

@@ -154,7 +154,7 @@ def overlapping(overlaps: bool) -> dict[str, bool]:
     dependent launch), or none.
 
     Such a kernel lets its successor start at once. Each of its programs calls `gdc_wait` before it
-    reads what another kernel has written, and before it writes. A kernel that has ended has
+    reads the output of another kernel, and before it writes. A kernel that has ended has
     therefore seen the end of all kernels before it, and only the newest must be waited for.
     """
     return {"launch_pdl": True} if overlaps else {}
