@@ -177,7 +177,7 @@ class EngineConfig:
             as part of the KV cache. For models with experts, on one rank, with `backend="cpu"` or
             `"reference"`.
         max_loras: Maximum adapters loaded at the same time (docs/adapters.md). 0 means as many as
-            `loras` names. On one rank, with `backend="cpu"` or `"reference"` on a CPU.
+            `loras` names. On a GPU with `backend="cuda"` and one rank.
         max_lora_rank: Highest LoRA rank accepted, at most 256.
         loras: Adapters to load at start-up, each as `"NAME=FOLDER"` with a folder saved by PEFT.
         kept_cache_folder: Folder for blocks that a request asked to keep
@@ -367,6 +367,16 @@ class EngineConfig:
     def drafts(self) -> bool:
         """True if tokens are drafted."""
         return self.speculation != "none" or self.draft_model is not None
+
+    @property
+    def most_loras(self) -> int:
+        """Maximum number of adapters loaded at the same time."""
+        return max(self.max_loras, len(self.loras))
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if adapters can be loaded."""
+        return self.most_loras > 0
 
     @property
     def names_dtype(self) -> bool:

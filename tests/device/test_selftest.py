@@ -57,6 +57,7 @@ BREAK: dict[str, Callable[[Any], Any]] = {
     "logits": _wrong,
     "gather_logprobs": _wrong,
     "few_rows": _wrong,
+    "lora": _wrong,
     "sample": lambda draw: replace(draw, token_ids=draw.token_ids + 1),
     "sample_logits": lambda draw: replace(draw, logprobs=draw.logprobs - 1),
 }

@@ -116,6 +116,7 @@ def _launch(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lora_rank", [0, 40])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo2", "granite", "qwen2"])
 def test_captures_stay_on_the_card_without_synchronizing(
     tmp_path: Path,
@@ -123,6 +124,7 @@ def test_captures_stay_on_the_card_without_synchronizing(
     family: str,
     dtype: torch.dtype,
     batch_invariant: bool,
+    lora_rank: int,
 ) -> None:
     spec = load_spec(tiny_model(tmp_path, family))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -155,8 +157,11 @@ def test_captures_stay_on_the_card_without_synchronizing(
     queue: Any = _Queue()
     with mode:
         results = graphs.DrawResults(16, CARD)
-        limits = GraphLimits(draws=16, rows=48, chunks=16, blocks=8)
+        limits = GraphLimits(draws=16, rows=48, chunks=16, blocks=8, lora_rank=lora_rank)
         made = graphs_of(model, storage, queue, None, results, limits)  # type: ignore[arg-type]
         made.capture_at_start()
         made.trunks.capture(made.trunks.sizes)
-    assert queue.num_captures == 3 * len(made.decodes.sizes) + len(made.trunks.sizes)
+    # with adapters: another forward, and draws with and without adapters of the head
+    decodes, trunks = (8, 2) if lora_rank else (3, 1)
+    sizes = len(made.decodes.sizes), len(made.trunks.sizes)
+    assert queue.num_captures == decodes * sizes[0] + trunks * sizes[1]

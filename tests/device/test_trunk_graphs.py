@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference import InferenceEngine
+from nano_inference.device.captured_adapters import CapturedAdapters
 from nano_inference.device.step_buffers import StepInputs, Uploads
 from nano_inference.device.step_graphs import PROBED, StepGraphs
 from nano_inference.device.trunk_graphs import LEAST, MOST_ROWS, TrunkGraphs, trunk_sizes
@@ -48,7 +49,7 @@ def test_graphs_compute_all_steps_within_bounds(
     nothing: Any = None
     graphs = TrunkGraphs(
         model,  # type: ignore[arg-type]
-        *(nothing, nothing, nothing, nothing),
+        *(nothing, nothing, nothing, nothing, CapturedAdapters(model, 0)),  # type: ignore[arg-type]
         max_rows=largest,
         max_chunks=most_chunks,
         max_blocks=1,

@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.interface import AttentionArgs, HeadNorms, Norm, RopeArgs
+from nano_inference.ops.lora import Adapter, LoraPart
 from tests.gpu.compiled import SHARED_MEMORY, Compiled, compiling, describe, table
 
 BLOCK_SIZE = 16
@@ -59,6 +61,8 @@ class Shape:
 
 
 QWEN = Shape("Qwen3-0.6B", 1024, 16, 8, 128, 3072, 151_936, head_norms=True)
+QWEN_8B = Shape("Qwen3-8B", 4096, 32, 8, 128, 12_288, 151_936, head_norms=True)
+QWEN_FLOAT32 = replace(QWEN, name="Qwen3-0.6B fp32", dtype=torch.float32)
 LLAMA = Shape("Llama-3-8B", 4096, 32, 8, 128, 14_336, 128_256, head_norms=False)
 GEMMA_2 = Shape("Gemma-2-27B", 4608, 32, 16, 128, 36_864, 256_000, head_norms=False)
 GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201_088, head_norms=False)
@@ -321,6 +325,51 @@ def _few_rows_overlapping(shape: Shape) -> None:
             _attention(shape, batch, overlaps=True)
 
 
+def _lora(shape: Shape, num_rows: tuple[int, ...] = (1, 7, 300), rank: int = 64) -> None:
+    """Add adapters to the products of a layer and to the head."""
+    from nano_inference.ops.cuda.lora import GroupedLora
+
+    ops, attended = GroupedLora(), shape.heads * shape.head_dim
+    kept = shape.kv_heads * shape.head_dim
+    sites = {
+        "qkv": (shape.hidden, (attended, kept, kept)),
+        "o": (attended, (shape.hidden,)),
+        "gate_up": (shape.hidden, (shape.inner, shape.inner)),
+        "down": (shape.inner, (shape.hidden,)),
+        "head": (shape.hidden, (shape.vocab,)),
+    }
+    parts: dict[str, tuple[LoraPart, ...]] = {}
+    for name, (width, columns) in sites.items():
+        pairs = (
+            (shape.empty(rank, size, dtype=torch.float32) for size in (width, part))
+            for part in columns
+        )
+        starts = accumulate((0, *columns))
+        parts[name] = tuple(
+            LoraPart(start, a, b, 1.0) for start, (a, b) in zip(starts, pairs, strict=False)
+        )
+    for rows in num_rows:
+        batch = batch_of_rows([Rows([0] * rows, 0, range(rows))], 1)
+        adapter = Adapter(f"of rank {rank}", 1, parts)
+        batch = replace(
+            batch, adapters=(adapter,), row_adapters=torch.zeros(rows, dtype=torch.int64)
+        )
+        batch = ops.group(batch)
+        for name, (width, columns) in sites.items():
+            y = shape.empty(rows, sum(columns), dtype=torch.float32 if name == "head" else None)
+            ops.lora(y, shape.empty(rows, width), name, batch)
+
+
+def _lora_ranks(shape: Shape) -> None:
+    """Ranks compile no kernels of their own."""
+    for rank in (8, 16, 17, 32):
+        _lora(shape, (7,), rank)
+
+
+def _lora_small(shape: Shape) -> None:
+    _lora(shape, (7,))
+
+
 def _few_rows_small(shape: Shape) -> None:
     _few_rows(shape, (1, 8))
 
@@ -362,7 +411,7 @@ CALLS = [
     Call(
         "attention, float32",
         _attention_any,
-        shapes=(replace(QWEN, name="Qwen3-0.6B fp32", dtype=torch.float32),),
+        shapes=(QWEN_FLOAT32,),
     ),
     Call("draw", _draw, small=True),
     Call("draw, raw", _draw_raw),
@@ -373,6 +422,9 @@ CALLS = [
     Call("product, few rows", _product_of_few, small=True),
     Call("trunk of few rows", _few_rows),
     Call("trunk of few rows, overlapping", _few_rows_overlapping),
+    Call("adapters", _lora, shapes=(QWEN, QWEN_8B, LLAMA, QWEN_FLOAT32)),
+    Call("adapters, ranks", _lora_ranks, shapes=(QWEN_8B,)),
+    Call("adapters of a step", _lora_small, small=True, shapes=(QWEN,)),
     Call("trunk of 1 or 8 rows", _few_rows_small, small=True, shapes=(QWEN,)),
 ]
 

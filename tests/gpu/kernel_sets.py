@@ -23,6 +23,7 @@ import torch
 from benchmarks.models import QWEN_CONFIG
 from nano_inference import EngineConfig, SamplingParams
 from nano_inference.core.sequence import POLICY
+from nano_inference.device.adapters import with_and_without_adapters
 from nano_inference.device.graphs import DrawResults
 from nano_inference.device.kv_tensors import KVStorage, common_layout
 from nano_inference.device.memory import longest_asked
@@ -217,7 +218,8 @@ def serve(engine: Engine) -> None:
             batch = _batch(
                 lengths, 2048, engine.config.block_size, POLICY, scored=lengths[0] % 2 == 0
             )
-            model.forward(to_device(batch, device), engine.cache)
+            for variant in with_and_without_adapters(engine.config, model, batch):
+                model.forward(to_device(variant, device), engine.cache)
         if engine.config.cuda_graphs:
             engine.graphs.trunks.capture(engine.graphs.trunks.sizes)
 
@@ -266,12 +268,14 @@ def main() -> None:
 
 
 def served_sets() -> Iterator[KernelSet]:
-    """Yield sets with and without the law, with overlapping kernels, and with windows."""
+    """Yield sets with and without the law, with overlapping kernels, adapters and windows."""
     for exact in (False, True):
         name = f"Qwen3-0.6B, batch_invariant={exact}"
         yield KernelSet(name, QWEN_CONFIG, "bfloat16", exact)
     overlap = {"cuda_overlap": True}
     yield KernelSet("overlapping", QWEN_CONFIG, "bfloat16", batch_invariant=False, options=overlap)
+    adapters = {"max_loras": 2}
+    yield KernelSet("adapters", QWEN_CONFIG, "bfloat16", batch_invariant=True, options=adapters)
     eager = {"cuda_graphs": False}  # otherwise graphs launch what the trial steps have left out
     yield KernelSet("windows", WINDOWS_CONFIG, "bfloat16", batch_invariant=False, options=eager)
 

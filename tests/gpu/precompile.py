@@ -43,13 +43,14 @@ def configs_of(models: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     from tests.models.tiny import tiny_model
 
     if models in ("small", "large"):
-        options = {"max_model_len": REAL.options["max_model_len"]}
+        options = {"max_model_len": REAL.options["max_model_len"], "max_loras": 1}
         return [(getattr(REAL, models), options)]
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for family in TINY:
         with tempfile.TemporaryDirectory() as folder:
             path = tiny_model(Path(folder), family) / "config.json"
-            cases.append((json.loads(path.read_text()), {"max_batch_size": 64}))  # as in `Target`
+            options = {"max_batch_size": 64, "max_loras": 1}  # as in `Target`, and adapters
+            cases.append((json.loads(path.read_text()), options))
     return cases
 
 

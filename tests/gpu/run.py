@@ -63,6 +63,7 @@ TOGETHER = (
 LAW = (
     *(Shard("test_gpu_law.py", f"product and {model}") for model in ("0.6b", "8b", "head")),
     *(Shard("test_gpu_law.py", f"attention and {model}") for model in ("0.6b", "8b", "gemma3")),
+    Shard("test_gpu_law.py", "adapter"),
     Shard("test_gpu_law.py", "logprobs"),
 )
 # A full dry run leaves these out: the law has a separate run, and the others need no card.

@@ -24,6 +24,7 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.device.selftest import check
+from tests.gpu.target import adapter_tensors
 from tests.interpreter import interpret
 from tests.invariance.scenario import poison
 from tests.models.tiny import tiny_model
@@ -49,6 +50,7 @@ REQUESTS = (
         [9] * 4,
         SamplingParams(max_tokens=2, ignore_eos=True, repetition_penalty=1.2, logit_bias={4: 1.0}),
     ),
+    ([3] * 19, SamplingParams(max_tokens=2, ignore_eos=True, adapter="own")),
     (
         [6] * 18,
         SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=True, prompt_top_logprobs=2),
@@ -71,11 +73,13 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
             block_size=16,
             kv_cache_memory=1 << 18,
             cuda_graphs=False,
+            max_loras=1,
         )
         with InferenceEngine(config) as engine:
             engine_model = engine.model
             if device != "cpu":  # takes seconds in the interpreter
                 check(engine_model.ops, engine_model.spec, engine_model.dtype, engine_model.device)
+            engine.load_adapter("own", adapter_tensors(model, 1))
             for prompt, params in REQUESTS:
                 engine.add_request(prompt, params, 2 if params.max_tokens == 3 else 1)
             steps = 0

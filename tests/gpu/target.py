@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from nano_inference import EngineConfig
-from nano_inference.ops.batches import ForwardBatch
+from nano_inference.checkpoints.loading import load_spec
+from nano_inference.checkpoints.lora import targets_of
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
+from nano_inference.ops.lora import Adapter, LoraPart
 from tests.invariance.scenario import Schedule
 
 
@@ -65,3 +68,33 @@ def numbers(
     """
     generator = torch.Generator(device).manual_seed(seed)
     return (torch.randn(*shape, generator=generator, device=device) * scale).to(dtype)
+
+
+def adapter(device: str, rank: int, width: int, columns: tuple[int, ...]) -> Adapter:
+    """Return an adapter of the product "weight" with parts side by side."""
+    parts, start = list[LoraPart](), 0
+    for index, size in enumerate(columns):
+        a = numbers(rank + index, rank, width, device=device, scale=width**-0.5)
+        b = numbers(rank - index, rank, size, device=device, scale=0.5)
+        parts.append(LoraPart(start, a, b, 2.0 / rank))
+        start += size
+    return Adapter(f"rank {rank}", 1, {"weight": tuple(parts)})
+
+
+def adapted(adapters: tuple[Adapter, ...], adapter_of: list[int], device: str) -> ForwardBatch:
+    """Return rows with these adapters by index, -1 for none."""
+    batch = batch_of_rows([Rows([0] * len(adapter_of), 0, range(len(adapter_of)))], 1)
+    rows = torch.tensor(adapter_of, dtype=torch.int64)
+    return moved(replace(batch, adapters=adapters, row_adapters=rows), device)
+
+
+def adapter_tensors(model: Path, seed: int) -> dict[str, Tensor]:
+    """Return random matrices of rank 4 or 12 for all modules of a model."""
+    generator, rank = torch.Generator().manual_seed(seed), 4 + seed % 2 * 8
+    tensors: dict[str, Tensor] = {}
+    for module in targets_of(load_spec(model)).values():
+        out, width = module.slot.shape
+        for half, shape in (("A", (rank, width)), ("B", (out, rank))):
+            name = f"base_model.model.{module.module}.lora_{half}.weight"
+            tensors[name] = torch.randn(shape, generator=generator) * 0.2
+    return tensors

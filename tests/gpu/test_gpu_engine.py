@@ -1,14 +1,15 @@
 """The engine on a card: graphs, lookahead, updates under graphs, sleep and wake change no bit."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import InferenceEngine, LoraSettings, SamplingParams, TrainingSample
 from nano_inference.device.cuda_runner import CudaRunner
-from tests.gpu.target import Target
+from tests.gpu.target import Target, adapter_tensors
 from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -82,6 +83,29 @@ def test_graphs_equal_eager(model: Path, target: Target, dtype: str) -> None:
         replayed = bits(engine.generate(*ask(target, target.size(24, 3)), progress=False))
         assert num_replays(engine) > 0
     assert complete(model, target, dtype, cuda_graphs=False) == replayed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_under_graphs(model: Path, target: Target, dtype: str) -> None:
+    """Captured steps equal eager steps, and serve adapters that were loaded after the capture."""
+    if target.dry and dtype != "float32":
+        pytest.skip("a dry run has one dtype")
+    prompts, params = ask(target, target.size(24, 3))
+    names = (None, "first", "second")
+    params = [replace(one, adapter=names[i % 3]) for i, one in enumerate(params)]
+    results: list[list[tuple[Any, ...]]] = []
+    for graphs in (True, False):
+        config = target.config(model, dtype, max_loras=2, max_lora_rank=16, cuda_graphs=graphs)
+        with InferenceEngine(config) as engine:
+            for seed, name in enumerate(names[1:]):
+                engine.load_adapter(name, adapter_tensors(model, seed), LoraSettings(alpha=8.0))
+            results.append(bits(engine.generate(prompts, params, progress=False)))
+            engine.load_adapter("first", adapter_tensors(model, 7), LoraSettings(alpha=8.0))
+            results.append(bits(engine.generate(prompts, params, progress=False)))
+            assert (num_replays(engine) > 0) == graphs
+    assert results[0] == results[2]
+    assert results[1] == results[3]
+    assert results[0] != results[1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

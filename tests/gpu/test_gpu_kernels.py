@@ -22,7 +22,7 @@ from nano_inference.ops.reference import backend as reference
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import sample
 from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
-from tests.gpu.target import Target, moved, numbers
+from tests.gpu.target import Target, adapted, adapter, moved, numbers
 from tests.models.tiny import llama_config
 
 pytestmark = pytest.mark.gpu
@@ -150,6 +150,27 @@ def test_few_rows(target: Target, shape: tuple[int, ...], dtype: torch.dtype) ->
         pairs.append((added.to(dtype), (stream + ops.linear(gated, down).float() * 0.5).to(dtype)))
         for got, expected in pairs:
             require_near(got, expected.double(), 4, 8 * ULP[dtype] + 1e-4)
+
+
+def test_adapters(target: Target, shape: tuple[int, ...], dtype: torch.dtype, ops: CudaOps) -> None:
+    """Adapters of ranks 8 to 64 and rows without one, compared with double precision."""
+    hidden, inner, heads, kv_heads, width = shape[:5]
+    kept = kv_heads * width
+    for depth, columns in ((hidden, (heads * width, kept, kept)), (inner, (hidden,))):
+        adapters = tuple(adapter(target.device, rank, depth, columns) for rank in (8, 16, 40, 64))
+        for rows in (1, 3, target.size(64, 20), target.size(300, 33)):
+            adapter_of = [(7 * row) % 5 - 1 for row in range(rows)]
+            x = numbers(rows, rows, depth, device=target.device, dtype=dtype)
+            y = numbers(rows + 1, rows, sum(columns), device=target.device, dtype=dtype)
+            exact = y.double()
+            for row, index in enumerate(adapter_of):
+                for start, a, b, scale in adapters[index].parts["weight"] if index >= 0 else ():
+                    added = (x[row].double() @ a.double().T) * scale @ b.double()
+                    exact[row, start : start + b.shape[1]] += added
+            batch = adapted(adapters, adapter_of, target.device)
+            got = ops.lora(y.clone(), x, "weight", batch)
+            # TF32 twice keeps 22 bits of a number
+            require_near(got, exact, 1, 2.0**-20 * math.sqrt(depth))
 
 
 def spec_of(shape: tuple[int, ...]) -> ModelSpec:

@@ -19,11 +19,13 @@ from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cuda import sampling
 from nano_inference.ops.cuda.attention import Attention
+from nano_inference.ops.cuda.lora import GroupedLora
 from nano_inference.ops.cuda.matmul import invariant_product
 from nano_inference.ops.interface import AttentionArgs
+from nano_inference.ops.lora import Adapter
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch, to_device
-from tests.gpu.target import Target, moved, numbers
+from tests.gpu.target import Target, adapted, adapter, moved, numbers
 from tests.invariance.scenario import small_tiles
 from tests.models.tiny import llama_config
 
@@ -78,6 +80,44 @@ def test_product_row_is_bitwise_independent_of_its_batch(
                 part = slice(first, first + rows)
                 product = invariant_product(x[part], weight, own_bias, result)
                 assert torch.equal(product, whole[part]), f"{rows} rows of [{columns}, {depth}]"
+
+
+@pytest.mark.parametrize("model", ["0.6b", "8b"])
+def test_adapter_row_is_bitwise_independent_of_its_batch(
+    target: Target, dtype: torch.dtype, model: str
+) -> None:
+    if target.dry and model != "0.6b":
+        pytest.skip("a dry run has one shape")
+    most = target.size(600, 50)
+    for columns, depth in ((40, 96),) if target.dry else WEIGHTS[model]:
+        adapters = tuple(
+            adapter(target.device, rank, depth, (columns // 2, columns // 2))
+            for rank in (8, 16, 64)
+        )
+        adapter_of = [(5 * row) % 4 - 1 for row in range(most)]
+        x = numbers(3, most, depth, device=target.device, dtype=dtype)
+        y = numbers(4, most, columns, device=target.device, dtype=dtype)
+
+        def added(
+            rows: list[int],
+            names: tuple[Adapter, ...] = adapters,
+            of: list[int] = adapter_of,
+            x: Tensor = x,
+            y: Tensor = y,
+        ) -> Tensor:
+            batch = adapted(names, [of[row] for row in rows], target.device)
+            return GroupedLora().lora(y[rows], x[rows], "weight", batch)
+
+        whole = added(list(range(most)))
+        lonely = [row for row, index in enumerate(adapter_of) if index < 0]
+        assert torch.equal(whole[lonely], y[lonely]), "rows without an adapter"
+        for rows in (1, 2, 16, 17, target.size(256, 30), target.size(257, 40)):
+            some = [(7 * row) % most for row in range(rows)]
+            assert torch.equal(added(some), whole[some]), f"{rows} rows of [{columns}, {depth}]"
+        for index in range(3):
+            members = [row for row in range(most) if adapter_of[row] == index]
+            alone = added(members, (adapters[index],), [0] * most)
+            assert torch.equal(alone, whole[members]), f"one adapter of [{columns}, {depth}]"
 
 
 class Context:

@@ -101,12 +101,13 @@ def small_tiles() -> Iterator[None]:
     """Use tiles, key splits and product segments on CUDA so small that a tiny model has several of
     each.
     """
-    from nano_inference.ops.cuda import matmul
+    from nano_inference.ops.cuda import lora, matmul
     from nano_inference.ops.cuda.attention import Attention
 
     keys = patch.dict(Attention.__init__.__kwdefaults__, {"key_tile": 16, "split": 32})
     segments = patch.object(matmul, "SEGMENTED", ((4, 32),))
-    with keys, segments, patch.object(matmul, "MOST_SPLIT_TILES", 4):
+    ranks = patch.multiple(lora, LEAST_SEGMENT=16, DEPTH=16, SPLIT_ROWS=16, BLOCK=16)
+    with keys, segments, ranks, patch.object(matmul, "MOST_SPLIT_TILES", 4):
         yield
 
 

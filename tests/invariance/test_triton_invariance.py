@@ -29,6 +29,7 @@ from tests.invariance.scenario import (
     same_bits,
     small_tiles,
 )
+from tests.invariance.test_adapter_invariance import engine_with_adapters
 from tests.invariance.test_schedule_invariance import requests, schedules
 from tests.models.tiny import llama_config, llama_weights, tiny_model, write_model
 from tests.structured.vocabularies import with_tokenizer
@@ -153,6 +154,33 @@ def test_same_bits_under_random_schedules(
     models: dict[str, Path], name: str, work: list[Request], schedule: Schedule
 ) -> None:
     check(models[name], work, schedule)
+
+
+@pytest.mark.thorough
+def test_adapter_bits_do_not_depend_on_neighbors(models: dict[str, Path]) -> None:
+    """Cover prompts in chunks, decodes next to prompts, and adapters in shared tiles."""
+    ask = replace(RANDOM, max_tokens=3, prompt_logprobs=True)
+    names = (None, "large", "small", "large")
+    work = [
+        Request(
+            tuple(STEM[: 5 + 6 * index]),
+            replace(ask, adapter=name, seed=index),
+            num_samples=1 + index % 2,
+            arrives=index % 3,
+        )
+        for index, name in enumerate(names)
+    ]
+    model, adapted = models["gemma3"], engine_with_adapters
+    size = bytes_per_token(model)
+    expected: dict[tuple[int, int], TrainingSample] = {}
+    for number, request in enumerate(work):
+        lonely = replace(request, arrives=0)
+        schedule = Schedule(backend="cuda", num_blocks=24)
+        samples, _ = run(model, "float32", [lonely], schedule, size, adapted)
+        expected |= {(number, index): sample for (_, index), sample in samples.items()}
+    schedule = replace(fitted(model, CHUNKS, work), backend="cuda")
+    together, _ = run(model, "float32", work, schedule, size, adapted)
+    require_same_samples(work, together, expected)
 
 
 CONFIG = llama_config(layers=1, hidden=32, num_heads=2, num_kv_heads=1, inner=64)

@@ -190,6 +190,29 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/ops/test_triton_matmul.py -k independent_of_its_batch",
     ),
     Fault(
+        "triton_adapter_segments_by_rows",
+        "src/nano_inference/ops/cuda/lora.py",
+        old="    ranks, segment = groups.bounds.ranks, segment_of(depth)",
+        new="    ranks, segment = groups.bounds.ranks, segment_of(depth) * (1 + (num_rows > 1))",
+        seen_by="tests/ops/test_triton_lora.py -k row_bits",
+    ),
+    Fault(
+        "captured_draw_leaves_out_adapters_of_the_head",
+        "src/nano_inference/device/cuda_runner.py",
+        old="head=bool(whose.adapters))",
+        new="head=False)",
+        seen_by="tests/device/test_triton_adapters.py -k bits_of_eager",
+    ),
+    Fault(
+        "captured_adapters_are_those_of_the_first_step",
+        "src/nano_inference/device/captured_adapters.py",
+        old="        by_index = np.append(self._ops.addresses(batch.adapters), 0)",
+        new="""\
+        first = self.__dict__.setdefault("first", batch.adapters)
+        by_index = np.append(self._ops.addresses(first), 0)""",
+        seen_by="tests/device/test_triton_adapters.py -k new_capture",
+    ),
+    Fault(
         "triton_attention_tiles_from_the_chunk",
         "src/nano_inference/ops/cuda/attention.py",
         old="""\

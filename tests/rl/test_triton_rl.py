@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.rl import PolicyModel, replay, score
+from nano_inference import EngineConfig, InferenceEngine, LoraSettings, SamplingParams
+from nano_inference.rl import LoraPolicy, PolicyModel, replay, score
 from tests.models.tiny import llama_config, llama_weights, write_model
 
 pytest.importorskip("triton")
@@ -29,6 +29,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceEngine
         "block_size": 4,
     }
     options |= {"cuda_graphs": False}  # tested elsewhere
+    options |= {"max_loras": 1, "max_lora_rank": 20}
     with InferenceEngine(
         EngineConfig(model_path=str(folder), dtype="float32", seed=0, **options)
     ) as built:
@@ -70,3 +71,29 @@ def test_policy_model_matches_samples_and_its_update_is_served(
         assert all(bool(torch.isfinite(each).all()) and bool(each.any()) for each in gradients)
         optimizer.step()
         policy.publish()
+
+
+@pytest.mark.thorough
+def test_lora_policy_matches_samples_and_its_update_is_served(engine: InferenceEngine) -> None:
+    targets = ("q_proj", "v_proj", "down_proj", "lm_head")
+    policy = LoraPolicy(engine, LoraSettings(rank=18, alpha=9.0, targets=targets))
+    params = SamplingParams(max_tokens=3, ignore_eos=True, adapter="trainer")
+    optimizer = torch.optim.SGD(policy.parameters(), lr=2.0)
+    logprobs: list[tuple[float, ...]] = []
+    for version in (1, 2, 3):
+        assert policy.publish().version == version
+        (sample,) = engine.generate([PROMPT], params)
+        logprobs.append(sample.logprobs)
+        tokens = sample.prompt_tokens + sample.completion_tokens
+        (actual,) = policy.logprobs([tokens], from_position=len(PROMPT))
+        assert tuple(actual.tolist()) == sample.logprobs
+        optimizer.zero_grad()
+        actual.sum().backward()
+        for name, param in policy.named_parameters():
+            assert param.device == torch.device(DEVICE)
+            assert param.grad is not None
+            assert bool(param.grad.isfinite().all())
+            # A has no gradient while B is zero
+            assert bool(param.grad.any()) or (version == 1 and "lora_A" in name), name
+        optimizer.step()
+    assert len(set(logprobs)) == 3

@@ -30,13 +30,14 @@ from nano_inference.core.apply import SampledTokens
 from nano_inference.core.gate import Gate
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.backends import captures_graphs
+from nano_inference.device.captured_adapters import has_head
 from nano_inference.device.graphs import RESULTS, DrawResults, is_plain, row_by_row
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import Event, HostQueue, queue_of
 from nano_inference.device.runner import ModelRunner, StepResult, sampled_tokens
 from nano_inference.device.step_buffers import Downloads, Uploads
 from nano_inference.device.step_graphs import GraphLimits, StepGraphs, graphs_of, limits_of
-from nano_inference.models.decoder import NO_ADAPTERS, Decoder
+from nano_inference.models.decoder import NO_ADAPTERS, Decoder, HeadRows
 from nano_inference.ops.batches import ForwardBatch, forward_batch
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import SamplingBatch
@@ -181,7 +182,8 @@ class CudaRunner(ModelRunner):
                 and result.graph is not None
                 and _draws_every_row(result, batch)
             ):
-                self._graphs.decodes.draw(result.graph, batch)
+                _, _, whose = result.drawn[0]
+                self._graphs.decodes.draw(result.graph, batch, head=bool(whose.adapters))
                 self._newest = self._results.token_ids
                 return self._fetch_results(len(batch))
             (moved,) = self._uploads.send_all([batch])
@@ -205,7 +207,7 @@ class CudaRunner(ModelRunner):
         is_relayed = len(batch.relay_rows) > 0
         return (
             batch.weight_set == POLICY
-            and not batch.adapters
+            and (not batch.adapters or graphs.adapters.any)
             and batch.block_tables.shape[1] <= graphs.decodes.max_blocks
             and (not is_relayed or self._newest is self._results.token_ids)
         )
@@ -213,12 +215,16 @@ class CudaRunner(ModelRunner):
     def _replay(self, batch: ForwardBatch, graphs: StepGraphs) -> StepResult:
         self._count(batch)
         graph, hidden = graphs.decodes.forward(batch)
-        return StepResult([(self.models[POLICY], hidden, NO_ADAPTERS)], self._no_scores, [], graph)
+        whose = NO_ADAPTERS
+        if has_head(batch):  # the draw may not be a captured one
+            whose = HeadRows(batch.adapters, *self._uploads.send([batch.row_adapters]))
+        return StepResult([(self.models[POLICY], hidden, whose)], self._no_scores, [], graph)
 
     def _replay_trunk(self, batch: ForwardBatch, size: int, graphs: StepGraphs) -> StepResult:
         self._count(batch)
         hidden = graphs.trunks.forward(batch, size)
-        places = {name: getattr(batch, name) for name in _AFTER_TRUNK}
+        head = ("adapters", "row_adapters") if has_head(batch) else ()
+        places = {name: getattr(batch, name) for name in (*_AFTER_TRUNK, *head)}
         (rest,) = self._uploads.send_all([forward_batch(POLICY, num_best=batch.num_best, **places)])
         return self._combined([rest], [self.models[POLICY].results(hidden, rest)])
 

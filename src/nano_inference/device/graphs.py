@@ -11,17 +11,20 @@ grammars):
 1. the forward: tokens drawn by the previous step (`relay_tokens`), then `Decoder.trunk`. Small
    batches use `Ops.few_rows` if the backend has it.
 2. the draw: noise keys of this step's positions, the product with the head, the draw, and its
-   results at fixed addresses.
+   results at fixed addresses. Adapters of the head have draws of their own.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nano_inference.device.captured_adapters import CapturedAdapters
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import Captured, HostQueue
 from nano_inference.device.step_buffers import (
@@ -31,7 +34,7 @@ from nano_inference.device.step_buffers import (
     captured_specs,
     carve,
 )
-from nano_inference.models.decoder import Decoder
+from nano_inference.models.decoder import NO_ADAPTERS, Decoder, HeadRows
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cuda.rows import make_noise_keys, relay_tokens
 from nano_inference.ops.interface import FEW_ROWS
@@ -176,15 +179,22 @@ def pool_of(model: Decoder, queue: HostQueue) -> Any:
     return model.recorded[_POOL]
 
 
+class DrawKind(NamedTuple):
+    """Properties of a step that select its captured draw."""
+
+    filters: bool
+    head: bool  # an adapter changes the head
+
+
 class DecodeGraph(NamedTuple):
-    """Graphs of one batch size.
+    """Graphs of one batch size, for steps without or with adapters.
 
     Replay `forward` immediately before one of `draws`: they share memory.
     """
 
     inputs: StepInputs
     forward: Captured  # output: hidden rows [size, H], valid until the next forward
-    draws: dict[bool, Captured]  # key: True if filters are applied
+    draws: dict[DrawKind, Captured]
 
 
 class DecodeGraphs:
@@ -201,6 +211,7 @@ class DecodeGraphs:
         uploads: Uploads to their device.
         results: Results of draws, including the tokens for the next step. Its size is that of the
             largest batch.
+        adapters: Adapters of captured steps.
         max_blocks: Maximum length of a sequence's block table.
     """
 
@@ -211,34 +222,37 @@ class DecodeGraphs:
         queue: HostQueue,
         uploads: Uploads,
         results: DrawResults,
+        adapters: CapturedAdapters,
         *,
         max_blocks: int,
     ) -> None:
         self.model, self.storage, self.results = model, storage, results
+        self._adapters = adapters
         self.largest = largest = results.largest
         self.sizes = graph_sizes(largest)
         self.max_blocks = max_blocks
         self._queue, self._uploads = queue, uploads
         self._parameters = DrawParameters(largest, model.device)
-        num_words = StepInputs.num_words(largest, largest, max_blocks)
+        num_words = StepInputs.num_words(largest, largest, max_blocks, adapted=adapters.any)
         self._inputs = torch.zeros(num_words, dtype=torch.int64, device=model.device)
 
     def forward(self, batch: ForwardBatch) -> tuple[DecodeGraph, Tensor]:
         """Compute a batch of single rows. Return its graph and rows after the last norm [N, H]."""
-        graph = self._graph(self.sizes[bisect_left(self.sizes, len(batch.input_ids))])
+        size = self.sizes[bisect_left(self.sizes, len(batch.input_ids))]
+        graph = self._graphs(size)[bool(batch.adapters)]
         if self.storage.unit_map is not None:
             self.storage.unit_map.units()  # updates the map that the graph reads
-        graph.inputs.write(batch, self._uploads)
+        graph.inputs.write(batch, self._uploads, self._adapters.addresses(batch))
         graph.forward.replay()
         return graph, graph.forward.output[: len(batch.input_ids)]
 
-    def draw(self, graph: DecodeGraph, batch: SamplingBatch) -> None:
+    def draw(self, graph: DecodeGraph, batch: SamplingBatch, *, head: bool = False) -> None:
         """Draw one sample of each row that `forward` has just computed with this graph.
 
-        The samples are written to `results`.
+        The samples are written to `results`. `head` is True if an adapter changes the head.
         """
         self._parameters.follow(batch, self._uploads)
-        graph.draws[batch.any_filter].replay()
+        graph.draws[DrawKind(batch.any_filter, head)].replay()
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
@@ -248,18 +262,20 @@ class DecodeGraphs:
         before = self.results.buffer.clone()
         pool, graphs = pool_of(self.model, self._queue), self.model.recorded.setdefault(self, {})
         for size in sorted(set(sizes) - set(graphs), reverse=True):
-            graphs[size] = self._capture_one(size, pool)
+            kinds = self._adapters.kinds
+            graphs[size] = tuple(self._capture_one(size, pool, adapters) for adapters in kinds)
         self.results.buffer.copy_(before)
 
-    def _graph(self, size: int) -> DecodeGraph:
-        graphs: dict[int, DecodeGraph] = self.model.recorded.get(self, {})
+    def _graphs(self, size: int) -> tuple[DecodeGraph, ...]:
+        """Return the graphs of a size, for steps without and with adapters."""
+        graphs: dict[int, tuple[DecodeGraph, ...]] = self.model.recorded.get(self, {})
         if size not in graphs:
             self.capture(self.sizes if self._queue.captures_early else (size,))
         return self.model.recorded[self][size]
 
-    def _capture_one(self, size: int, pool: object) -> DecodeGraph:
+    def _capture_one(self, size: int, pool: object, adapters: tuple[Any, ...]) -> DecodeGraph:
         model, results, parameters = self.model, self.results, self._parameters
-        inputs = StepInputs(self._inputs, size, size, self.max_blocks)
+        inputs = StepInputs(self._inputs, size, size, self.max_blocks, adapters)
         inputs.clear()
         view = self.storage
         if view.unit_map is not None:
@@ -268,22 +284,21 @@ class DecodeGraphs:
 
         def forward() -> Tensor:
             relay_tokens(inputs.batch.input_ids, inputs.relay_sources, results.token_ids)
+            batch = self._adapters.grouped(inputs.batch)
             if few_rows is not None:
-                return few_rows(model.trunk, inputs.batch, view)
-            return model.trunk(model.ops, inputs.batch, view)
+                return few_rows(model.trunk, batch, view)
+            return model.trunk(model.ops, batch, view)
 
         captured = self._queue.capture(forward, pool)
         keys = torch.zeros((size, 2), dtype=torch.int64, device=model.device)
 
-        def draw(sampling: SamplingBatch) -> None:
+        def draw(sampling: SamplingBatch, head: bool) -> None:
             make_noise_keys(parameters.streams[:size], inputs.batch.positions + 1, keys)
-            results.write(model.draw(captured.output, sampling))
+            whose = HeadRows(adapters, inputs.batch.row_adapters) if head else NO_ADAPTERS
+            results.write(model.draw(captured.output, sampling, whose))
 
-        batches = {
-            filters: parameters.batch(size, keys, any_filter=filters) for filters in (False, True)
-        }
-        draws = {
-            filters: self._queue.capture(lambda batch=batch: draw(batch), pool)
-            for filters, batch in batches.items()
-        }
+        draws: dict[DrawKind, Captured] = {}
+        for filters, head in product((False, True), (False, True) if adapters else (False,)):
+            run = partial(draw, parameters.batch(size, keys, any_filter=filters), head)
+            draws[DrawKind(filters, head)] = self._queue.capture(run, pool)
         return DecodeGraph(inputs, captured, draws)

@@ -40,6 +40,7 @@ class Claims:
         others: Other memory in use on the card: other processes, the CUDA context.
         total: Memory of the card, or 0 on a CPU.
         estimated: True if no step was run and the workspace is an estimate.
+        adapters: Largest adapters that may be loaded later.
     """
 
     weights: int
@@ -48,11 +49,12 @@ class Claims:
     others: int = 0
     total: int = 0
     estimated: bool = False
+    adapters: int = 0
 
     @property
     def sum(self) -> int:
         """Sum of all claims."""
-        return self.weights + self.workspace + self.graphs + self.others
+        return self.weights + self.workspace + self.graphs + self.others + self.adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class MemoryBudget:
         graphs: Size of CUDA graphs, or 0 without graphs.
         others: Memory of the card in use by others when the engine was built, or 0 on a CPU.
         estimated: True if no step was run to measure the workspace.
+        adapters: Memory reserved for adapters, or 0 on a CPU.
     """
 
     device: str
@@ -90,6 +93,7 @@ class MemoryBudget:
     others: int = 0
     estimated: bool = False
     state_bytes: int = 0
+    adapters: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -101,7 +105,7 @@ class MemoryBudget:
     @property
     def sum(self) -> int:
         """Bytes that the engine takes of its device."""
-        return self.weights + self.kv_cache + self.workspace + self.graphs
+        return self.weights + self.kv_cache + self.workspace + self.graphs + self.adapters
 
     def num_sequences(self, length: int) -> int:
         """Return how many sequences of this length fit while each computes another token.
@@ -125,6 +129,7 @@ class MemoryBudget:
         claims = [
             (workspace, self.workspace),
             ("CUDA graphs", self.graphs),
+            ("adapters (max.)", self.adapters),
             ("held by others", self.others),
         ]
         return [claim for claim in claims if claim[1]]
@@ -218,6 +223,7 @@ def plan_memory(
         graphs=claims.graphs,
         others=claims.others,
         estimated=claims.estimated,
+        adapters=claims.adapters,
     )
 
 

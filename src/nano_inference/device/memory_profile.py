@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from nano_inference.config import EngineConfig
+from nano_inference.core.sequence import POLICY
+from nano_inference.device.adapters import reserved_bytes, with_and_without_adapters
 from nano_inference.device.kv_tensors import KVStorage, common_layout, kv_shape
 from nano_inference.device.memory import Claims, gibibytes, longest_asked
 from nano_inference.device.units import UnitMap
@@ -142,7 +144,8 @@ def measure(
     after = memory.read()
     # includes kernels, the CUDA context and this process's other tensors
     others = max(after.used - weights, 0)
-    return Claims(weights, workspace, graphs, others, after.total)
+    adapters = reserved_bytes(config, models[POLICY].part.whole)
+    return Claims(weights, workspace, graphs, others, after.total, adapters=adapters)
 
 
 def _graphs(
@@ -177,7 +180,7 @@ def run_largest_steps(
     """Run the steps that take the most memory.
 
     These are a step of the maximum number of rows, all scored, and a step of the maximum number of
-    decodes at full length.
+    decodes at full length. If the engine has adapters, both also run with one.
     """
     specs = [model.spec for model in models.values()]
     longest = longest_asked(config, specs)
@@ -185,9 +188,10 @@ def run_largest_steps(
     for lengths, scored in ((_chunk_lengths(config, longest), True), ([1] * len(drawn), False)):
         for name, model in models.items():
             batch = _batch(lengths, longest, config.block_size, name, scored)
-            result = model.forward(to_device(batch, model.device), storages[name])
-            model.draw(result.hidden, to_device(drawn, model.device))
-            del result
+            for variant in with_and_without_adapters(config, model, batch):
+                result = model.forward(to_device(variant, model.device), storages[name])
+                model.draw(result.hidden, to_device(drawn, model.device), result.rows)
+                del result
 
 
 def guess(

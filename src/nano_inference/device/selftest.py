@@ -24,9 +24,10 @@ from nano_inference.arrays import (
     is_tensor,
     of_kind,
 )
+from nano_inference.device.adapters import blank_adapter
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.errors import one_line
-from nano_inference.models.decoder import Decoder
+from nano_inference.models.decoder import Decoder, HeadRows
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
@@ -36,6 +37,7 @@ from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import instruction_sets_here
 from nano_inference.ops.cuda import availability
 from nano_inference.ops.interface import FEW_ROWS, Ops
+from nano_inference.ops.lora import Adapter
 from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import DrawRequest, sampling_batch
@@ -213,8 +215,9 @@ def check(
     """
     tiny, reference = _tiny(spec), reference_ops()
     if ops.name != "cpu":
-        ops = _beside(ops, reference)
-        _run(ops, tiny, dtype, device, block_size)
+        _run(_beside(ops, reference), tiny, dtype, device, block_size)
+        if ops.has_adapters:
+            _compare_adapters(ops, tiny, dtype, device)
         return
     results = _run(ops, tiny, dtype_for(HOST, dtype), HOST, block_size)
     for result, expected in zip(
@@ -298,6 +301,32 @@ def _run(ops: Ops, spec: ModelSpec, dtype: Dtype, device: Device, block_size: in
                 expected,
             )
     return results
+
+
+def _compare_adapters(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    """Compare the adapters of every product, for rows with one of two adapters or none."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
+
+    def adapter(rank: int) -> Adapter:
+        parts = {
+            name: tuple(
+                part._replace(a=drawn(*part.a.shape), b=drawn(*part.b.shape)) for part in blank
+            )
+            for name, blank in blank_adapter(spec, rank, device).parts.items()
+        }
+        return Adapter(f"of rank {rank}", 1, parts)
+
+    adapters, num_rows = (adapter(8), adapter(24)), sum(LENGTHS)
+    rows = HeadRows(adapters, torch.arange(num_rows, device=device) % 3 - 1)
+    for name, parts in adapters[0].parts.items():
+        columns = parts[-1].first + parts[-1].b.shape[1]
+        x = drawn(num_rows, parts[0].a.shape[1]).to(dtype)
+        y = drawn(num_rows, columns).to(dtype)
+        expected = reference_ops().lora(y, x, name, rows)
+        _require_near("lora", _called("lora", ops.lora, (y, x, name, rows)), expected)
 
 
 def _draws(params: Iterable[SamplingParams], device: Device) -> Any:

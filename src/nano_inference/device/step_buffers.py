@@ -173,7 +173,8 @@ class StepInputs:
     Excess rows and chunks are padding. A padding row stores nothing (slot -1), belongs to no chunk,
     and its output is ignored. A padding chunk has no rows and no context. Block tables come last,
     with the row stride of the current step, so that only their used part is uploaded.
-    `table_stride` holds that stride.
+    `table_stride` holds that stride. With adapters, each row has the address of its adapter's
+    table, or 0.
 
     Args:
         buffer: Buffer, int64 with at least `num_words(size, chunks, max_blocks)`. Graphs of all
@@ -181,12 +182,20 @@ class StepInputs:
         size: Number of rows.
         chunks: Number of chunks. If each row is a chunk, the batch draws from each row.
         max_blocks: Maximum length of a block table.
+        adapters: `ForwardBatch.adapters` of the captured batch.
     """
 
-    def __init__(self, buffer: Tensor, size: int, chunks: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        buffer: Tensor,
+        size: int,
+        chunks: int,
+        max_blocks: int,
+        adapters: tuple[Any, ...] = (),
+    ) -> None:
         self.size, self.chunks = size, chunks
         self._buffer = buffer
-        specs = _input_specs(size, chunks, max_blocks)
+        specs = _input_specs(size, chunks, max_blocks, bool(adapters))
         places = dict(zip(specs, carve(buffer, specs.values()), strict=True))
         ends = accumulate(spec.num_words for spec in specs.values())
         self._starts = dict(zip(specs, (0, *ends), strict=False))
@@ -199,14 +208,14 @@ class StepInputs:
         if size == chunks:
             rows = torch.arange(size, device=buffer.device)
             places |= {"row_chunks": rows, "logits_indices": rows}
-        self.batch = to_device(
-            forward_batch(POLICY, buffer.device, **places, table_stride=stride), buffer.device
-        )
+        places |= {"table_stride": stride, "adapters": adapters}
+        self.batch = to_device(forward_batch(POLICY, buffer.device, **places), buffer.device)
 
     @staticmethod
-    def num_words(size: int, chunks: int, max_blocks: int) -> int:
+    def num_words(size: int, chunks: int, max_blocks: int, *, adapted: bool = False) -> int:
         """Return the maximum number of words of a step with `size` rows in `chunks` chunks."""
-        return sum(spec.num_words for spec in _input_specs(size, chunks, max_blocks).values())
+        specs = _input_specs(size, chunks, max_blocks, adapted)
+        return sum(spec.num_words for spec in specs.values())
 
     def clear(self) -> None:
         """Fill all rows with padding, so that capture and warm-up touch no keys and values."""
@@ -214,32 +223,36 @@ class StepInputs:
         self.batch.slot_mapping.fill_(-1)
         self.relay_sources.fill_(-1)
 
-    def write(self, batch: ForwardBatch, uploads: Uploads) -> None:
+    def write(
+        self, batch: ForwardBatch, uploads: Uploads, addresses: np.ndarray | None = None
+    ) -> None:
         """Upload a step of at most `size` rows and `chunks` chunks in one copy.
 
-        Uses numpy, which is faster than torch for small operations.
+        Uses numpy, which is faster than torch for small operations. `addresses` [N] are those of
+        the rows' adapters.
         """
         count = len(self._padding) + _num_words(batch.block_tables.nbytes)
-        uploads.write_words(count, lambda words: self._fill(words, batch), self._buffer)
+        uploads.write_words(count, lambda words: self._fill(words, batch, addresses), self._buffer)
 
-    def _fill(self, words: np.ndarray, batch: ForwardBatch) -> None:
+    def _fill(self, words: np.ndarray, batch: ForwardBatch, addresses: np.ndarray | None) -> None:
         chunks, stride = batch.block_tables.shape
         places = {name: words[start:] for name, start in self._starts.items()}
         words[: len(self._padding)] = self._padding
         places["relay_sources"][batch.relay_rows.numpy()] = batch.relay_sources.numpy()
         places["table_stride"][0] = stride
         places["cu_seqlens_q"][chunks + 1 : self.chunks + 1] = len(batch.input_ids)
+        if addresses is not None:
+            places["row_adapters"][: len(addresses)] = addresses
         for name in _CAPTURED:
             column = getattr(batch, name).numpy().reshape(-1)
             places[name][: len(column)] = column
 
 
-def _input_specs(size: int, chunks: int, max_blocks: int) -> dict[str, TensorPlace]:
+def _input_specs(size: int, chunks: int, max_blocks: int, adapted: bool) -> dict[str, TensorPlace]:
     """Return the fixed layout of all inputs. The block tables come last."""
-    extra = {
-        name: TensorPlace(shape, torch.int64)
-        for name, shape in (("relay_sources", (size,)), ("table_stride", (1,)))
-    }
+    shapes = {"relay_sources": (size,), "table_stride": (1,)}
+    shapes |= {"row_adapters": (size,)} if adapted else {}
+    extra = {name: TensorPlace(shape, torch.int64) for name, shape in shapes.items()}
     sizes = {"N": size, "S": chunks, "S + 1": chunks + 1, "B": max_blocks}
     return extra | captured_specs(ForwardBatch, sizes)
 

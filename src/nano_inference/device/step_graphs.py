@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from nano_inference.config import EngineConfig
+from nano_inference.device.captured_adapters import CapturedAdapters
 from nano_inference.device.graphs import DecodeGraphs, DrawResults
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import HostQueue
@@ -22,12 +23,14 @@ class GraphLimits(NamedTuple):
         rows: Rows of a step.
         chunks: Chunks of a step.
         blocks: Length of a sequence's block table.
+        lora_rank: Rank of an adapter. 0: steps have no adapters.
     """
 
     draws: int
     rows: int
     chunks: int
     blocks: int
+    lora_rank: int = 0
 
 
 def limits_of(config: EngineConfig, max_model_len: int) -> GraphLimits:
@@ -38,6 +41,7 @@ def limits_of(config: EngineConfig, max_model_len: int) -> GraphLimits:
         rows=rows,
         chunks=config.max_batch_size,
         blocks=-(-max_model_len // config.block_size),
+        lora_rank=config.max_lora_rank if config.has_adapters else 0,
     )
 
 
@@ -46,6 +50,7 @@ class StepGraphs(NamedTuple):
 
     decodes: DecodeGraphs
     trunks: TrunkGraphs
+    adapters: CapturedAdapters
 
     def capture_at_start(self) -> None:
         """Capture all decodes, and the largest trunk, into whose memory all others fit."""
@@ -84,14 +89,16 @@ def graphs_of(
     limits: GraphLimits,
 ) -> StepGraphs:
     """Return an engine's graphs, none of them captured yet. `results` are those of its draws."""
-    parts = (model, storage, queue, uploads)
+    parts, adapters = (model, storage, queue, uploads), CapturedAdapters(model, limits.lora_rank)
     return StepGraphs(
-        DecodeGraphs(*parts, results, max_blocks=limits.blocks),
+        DecodeGraphs(*parts, results, adapters, max_blocks=limits.blocks),
         TrunkGraphs(
             *parts,
             results.token_ids,
+            adapters,
             max_rows=limits.rows,
             max_chunks=limits.chunks,
             max_blocks=limits.blocks,
         ),
+        adapters,
     )

@@ -12,12 +12,13 @@ memory.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nano_inference.device.captured_adapters import CapturedAdapters
 from nano_inference.device.graphs import pool_of
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import Captured, HostQueue
@@ -46,7 +47,7 @@ def trunk_sizes(largest: int) -> tuple[int, ...]:
 
 
 class TrunkGraph(NamedTuple):
-    """Graph of one number of rows."""
+    """Graph of one number of rows, for steps without or with adapters."""
 
     inputs: StepInputs
     forward: Captured  # output: hidden rows [size, H], valid until the next forward
@@ -61,6 +62,7 @@ class TrunkGraphs:
         queue: Queue of their device.
         uploads: Uploads to their device.
         tokens: Tokens of the previous draw, at a fixed address.
+        adapters: Adapters of captured steps.
         max_rows: Number of rows of the largest step.
         max_chunks: Maximum number of chunks of a step.
         max_blocks: Maximum length of a sequence's block table.
@@ -73,6 +75,7 @@ class TrunkGraphs:
         queue: HostQueue,
         uploads: Uploads,
         tokens: Tensor,
+        adapters: CapturedAdapters,
         *,
         max_rows: int,
         max_chunks: int,
@@ -80,10 +83,11 @@ class TrunkGraphs:
     ) -> None:
         self.model, self.storage, self.max_blocks = model, storage, max_blocks
         self.sizes = trunk_sizes(max_rows)
-        self._max_chunks = max_chunks
+        self._max_chunks, self._adapters = max_chunks, adapters
         self._queue, self._uploads, self._tokens = queue, uploads, tokens
         largest = self.sizes[-1] if self.sizes else 0
-        num_words = StepInputs.num_words(largest, self._chunks(largest), max_blocks)
+        chunks = self._chunks(largest)
+        num_words = StepInputs.num_words(largest, chunks, max_blocks, adapted=adapters.any)
         self._inputs = torch.zeros(num_words, dtype=torch.int64, device=model.device)
 
     def size_of(self, rows: int, chunks: int) -> int | None:
@@ -95,19 +99,25 @@ class TrunkGraphs:
 
     def forward(self, batch: ForwardBatch, size: int) -> Tensor:
         """Compute a batch with the graph of a size. Return rows after the last norm [N, H]."""
-        graph = self._graph(size)
+        graph = self._graph(size, bool(batch.adapters))
         if self.storage.unit_map is not None:
             self.storage.unit_map.units()  # updates the map that the graph reads
-        graph.inputs.write(batch, self._uploads)
+        graph.inputs.write(batch, self._uploads, self._adapters.addresses(batch))
         graph.forward.replay()
         return graph.forward.output[: len(batch.input_ids)]
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
         """Capture graphs of some sizes, the largest first."""
+        adapted = range(len(self._adapters.kinds))
+        self._capture((size, bool(kind)) for size in sizes for kind in adapted)
+
+    @torch.inference_mode()
+    def _capture(self, kinds: Iterable[tuple[int, bool]]) -> None:
+        """Capture graphs of these sizes, each without or with adapters."""
         pool, graphs = pool_of(self.model, self._queue), self.model.recorded.setdefault(self, {})
-        for size in sorted(set(sizes) - set(graphs), reverse=True):
-            graphs[size] = self._capture_one(size, pool)
+        for size, adapted in sorted(set(kinds) - set(graphs), reverse=True):
+            graphs[size, adapted] = self._capture_one(size, pool, adapted)
 
     def _chunks(self, size: int) -> int:
         """Return the number of chunks of a graph.
@@ -116,22 +126,24 @@ class TrunkGraphs:
         """
         return max(min(self._max_chunks, size - 1), 0)
 
-    def _graph(self, size: int) -> TrunkGraph:
-        graphs: dict[int, TrunkGraph] = self.model.recorded.get(self, {})
-        if size not in graphs:
-            first = self._queue.captures_early and not graphs
-            self.capture((size, self.sizes[-1]) if first else (size,))
-        return self.model.recorded[self][size]
+    def _graph(self, size: int, adapted: bool) -> TrunkGraph:
+        graphs: dict[tuple[int, bool], TrunkGraph] = self.model.recorded.get(self, {})
+        if (size, adapted) not in graphs:
+            if self._queue.captures_early and not graphs:
+                self.capture(self.sizes[-1:])
+            self._capture([(size, adapted)])
+        return self.model.recorded[self][size, adapted]
 
-    def _capture_one(self, size: int, pool: object) -> TrunkGraph:
+    def _capture_one(self, size: int, pool: object, adapted: bool) -> TrunkGraph:
         model, storage, tokens = self.model, self.storage, self._tokens
-        inputs = StepInputs(self._inputs, size, self._chunks(size), self.max_blocks)
+        adapters, chunks = self._adapters.kinds[adapted], self._chunks(size)
+        inputs = StepInputs(self._inputs, size, chunks, self.max_blocks, adapters)
         inputs.clear()
         if storage.unit_map is not None:
             storage.unit_map.units()  # update now: the capture must not copy from the host
 
         def forward() -> Tensor:
             relay_tokens(inputs.batch.input_ids, inputs.relay_sources, tokens)
-            return model.trunk(model.ops, inputs.batch, storage)
+            return model.trunk(model.ops, self._adapters.grouped(inputs.batch), storage)
 
         return TrunkGraph(inputs, self._queue.capture(forward, pool))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import EngineConfig
+from nano_inference.device.adapters import with_and_without_adapters
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.memory import longest_asked
 from nano_inference.models.decoder import Decoder
@@ -63,7 +64,8 @@ def run_all_kinds(
             model.draw(hidden, to_device(batch, model.device))
         for rows in kinds_of_steps(config, model):
             batch = _step(rows, longest, config.block_size, name)
-            model.forward(to_device(batch, model.device), storages[name])
+            for variant in with_and_without_adapters(config, model, batch):
+                model.forward(to_device(variant, model.device), storages[name])
 
 
 def kinds_of_steps(config: EngineConfig, model: Decoder) -> list[int]:

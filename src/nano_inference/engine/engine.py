@@ -647,8 +647,7 @@ class InferenceEngine:
 
     def _make_adapters(self) -> Adapters:
         config = self.config
-        most = max(config.max_loras, len(config.loras))
-        ranks = self.runner.adapters
+        most, ranks = config.most_loras, self.runner.adapters
         adapters = Adapters(self.model, self.shared, ranks, most, config.max_lora_rank)
         for entry in config.loras:
             name, _, folder = entry.partition("=")

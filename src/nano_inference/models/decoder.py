@@ -218,7 +218,10 @@ class Decoder:
             return self._end.gather_logprobs(rows, self.head, scale, targets, temperatures)
         whose, masked = whose.of(batch.score_rows), batch.score_mask_rows >= 0
         scores = self.xp.empty(len(rows), device=self.device)
-        plain = (~masked).nonzero()[:, 0]
+        plain, under_masks = self.xp.arange(len(rows), device=self.device), ()
+        if len(batch.score_mask_words):
+            plain, rest = (each.nonzero()[:, 0] for each in (~masked, masked))
+            under_masks = rest.split(MASKED_TILE)
         if whose.adapters:
             for tile in plain.split(MASKED_TILE):
                 logits = self.logits(rows[tile], whose.of(tile))
@@ -227,7 +230,7 @@ class Decoder:
             scores[plain] = self._end.gather_logprobs(
                 rows[plain], self.head, scale, targets[plain], temperatures[plain]
             )
-        for tile in masked.nonzero()[:, 0].split(MASKED_TILE):
+        for tile in under_masks:
             logits = self.logits(rows[tile], whose.of(tile))
             finite = logits.amax(dim=-1, keepdim=True).isfinite()
             may = allowed(batch.score_mask_rows[tile], batch.score_mask_words, logits.shape[1])
@@ -244,6 +247,10 @@ class Decoder:
 
     def logits(self, hidden: Tensor, whose: HeadRows = NO_ADAPTERS) -> Tensor:
         """Compute the logits of rows [L, H] from a forward pass: float32 [L, V]."""
+        if whose.adapters and self.ops.step_adapters is not None:
+            products = self._end.logits(hidden, self.head, UNSCALED)
+            added = self.ops.lora(products, hidden, HEAD, whose)  # only to rows that change
+            return scaled(added, self.logit_scale)
         logits = self._end.logits(hidden, self.head, self.logit_scale)
         if not whose.adapters:
             return logits
@@ -331,6 +338,8 @@ class Decoder:
 
     def _hidden(self, batch: ForwardBatch, view: KvcacheView) -> Tensor:
         """Compute all rows after the last norm, [N, H], valid until the next call."""
+        if batch.adapters and self.ops.step_adapters is not None:
+            batch = self.ops.step_adapters.group(batch)
         if self.ops.compile is None:
             return self.trunk(self.ops, batch, view)
         key = (view, bool(batch.adapters))

@@ -13,7 +13,7 @@ from nano_inference.arrays import Device, Dtype, Tensor, namespace
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.formats import Format, Stack
 from nano_inference.ops.kv_codes import KvFormat
-from nano_inference.ops.lora import Adapted, Place, placed
+from nano_inference.ops.lora import Adapted, Adapter, Place, placed
 from nano_inference.ops.moe import Exchange, Experts, Note
 from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
@@ -495,6 +495,19 @@ class Allocate(Protocol):
         ...
 
 
+class StepAdapters(NamedTuple):
+    """Adapters in the form that kernels read without the host.
+
+    Attributes:
+        group: (batch) -> the batch with its rows grouped by adapter, for the products of one step.
+        addresses: (adapters) -> a NumPy array, int64 [len(adapters)], by which the rows of a
+            captured step name their adapters. 0 means none.
+    """
+
+    group: Callable[[ForwardBatch], ForwardBatch]
+    addresses: Callable[[Sequence[Adapter]], Any]
+
+
 class Packing(NamedTuple):
     """Allocation of weights in the pieces of an arena, which can be written to a file and mapped.
 
@@ -560,6 +573,7 @@ class Ops:
             logits.
         compile: Compiler of trunks. None: the trunk is called in every step.
         has_adapters: True if the backend implements `lora`.
+        step_adapters: Adapters as `lora` reads them. None: `lora` reads `ForwardBatch.adapters`.
         few_rows: (trunk, batch, view) -> the result of `trunk(ops, batch, view)` up to rounding,
             for at most `FEW_ROWS` rows and in fewer kernels. Captured steps use it. None: not
             implemented.
@@ -600,6 +614,7 @@ class Ops:
     latent: LatentOps[Tensor] = _NO_LATENTS
     lora: Lora[Tensor] = _NO_ADAPTERS
     has_adapters: bool = False
+    step_adapters: StepAdapters | None = None
     few_rows: Callable[[Trunk, ForwardBatch, KvcacheView], Tensor] | None = None
     partial: PartialAttention | None = None
     head_parts: "HeadParts | None" = None

@@ -67,7 +67,7 @@ class LoraPolicy(ScoringModule):
     fixed order, by the kernels or in torch (`gradients`, as in `PolicyModel`).
 
     A starts with uniform numbers (Kaiming, as in PEFT), B with zeros: a new adapter changes
-    nothing.
+    nothing. Parameters are on the engine's device.
 
     If several ranks share the engine's model, rank 0 holds a second, whole copy of the weights for
     the logprobs, which follows updates of the engine.
@@ -95,10 +95,11 @@ class LoraPolicy(ScoringModule):
         super().__init__(engine, micro_batch_tokens, num_workers)
         settings = settings or LoraSettings()
         spec, model = self.scorer.spec, self.scorer.model
-        if not model.ops.has_adapters or model.device.type != "cpu":
+        device = torch_device(model.device)
+        if not model.ops.has_adapters or (device.type == "cuda" and model.ops.name != "cuda"):
             raise ConfigError(
                 f"backend {model.ops.name!r} on {model.device} does not support adapters; use "
-                'backend="cpu" or "reference" on a CPU.'
+                'backend="cuda" on a GPU, "cpu" or "reference" on a CPU.'
             )
         most = self.engine.config.max_lora_rank
         if settings.rank > most:
@@ -111,8 +112,8 @@ class LoraPolicy(ScoringModule):
             bound = 1 / math.sqrt(width)
             # `uniform_` of another range would round once on some processors, twice on others
             a = torch.rand(settings.rank, width, generator=generator) * (2 * bound) - bound
-            place_param(self, f"{PREFIX}{target.module}.{_A}", nn.Parameter(a))
-            b = torch.zeros(out, settings.rank)
+            place_param(self, f"{PREFIX}{target.module}.{_A}", nn.Parameter(a.to(device)))
+            b = torch.zeros(out, settings.rank, device=device)
             place_param(self, f"{PREFIX}{target.module}.{_B}", nn.Parameter(b))
         # modules that hold the parameters, so that replaced parameters are seen
         self._owners: list[tuple[str, Any, Any]] = [

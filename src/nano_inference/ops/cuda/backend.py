@@ -9,9 +9,10 @@ from torch import Tensor
 from nano_inference.ops.cuda import matmul, sampling
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.few_rows import few_rows
+from nano_inference.ops.cuda.lora import GroupedLora, placed
 from nano_inference.ops.cuda.moe import moe
 from nano_inference.ops.cuda.rows import embed, gate, rms_norm, rope_and_store
-from nano_inference.ops.interface import Ops, call, columns
+from nano_inference.ops.interface import Ops, StepAdapters, call, columns
 from nano_inference.ops.reference import backend as reference
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import Draw
@@ -40,12 +41,17 @@ class CudaOps:
     allocate = staticmethod(reference.allocate)
     call = staticmethod(call)
     columns = staticmethod(columns)
+    placed = staticmethod(placed)
+    has_adapters = True
 
     def __init__(self, *, batch_invariant: bool, overlaps: bool = False) -> None:
         self.batch_invariant = batch_invariant
         self.rope_and_store = partial(rope_and_store, overlaps=overlaps)
         kernels = Attention(batch_invariant=batch_invariant, overlaps=overlaps)
         self.plan_attention, self.attention = kernels.plan, kernels.attend
+        adapters = GroupedLora()
+        self.lora = adapters.lora
+        self.step_adapters = StepAdapters(adapters.group, adapters.addresses)
 
     def linear(
         self,
