@@ -74,7 +74,8 @@ def _product_by_rows(handle: Any) -> Callable[..., Any]:
     np = importlib.import_module("numpy")
 
     def create_dot(_self: Any, a: Any, b: Any, d: Any, *_precision: Any) -> Any:
-        assert not {a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth} & {8}
+        whole = np.issubdtype(d.data.dtype, np.integer)
+        assert whole or not {a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth} & {8}
         left, right = (np.ascontiguousarray(each.data, dtype=d.data.dtype) for each in (a, b))
         return handle(np.einsum("...ik,...kj->...ij", left, right) + d.data, d.dtype.scalar)
 

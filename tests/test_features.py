@@ -38,7 +38,7 @@ ON: dict[str, Any] = {
     "max_chunk_tokens": 64,
     "batch_invariant": True,
     "cpu_sums": "pairs",
-    "quantization": "int8",
+    "quantization": "int4",
     "draft_quantization": "int4",
     "kv_cache_dtype": "int8",
     "tensor_parallel": 2,
@@ -163,8 +163,8 @@ def test_config_and_request_reject_the_settings_of_a_row(case: Case) -> None:
 
 
 def test_attention_option_implies_its_backend() -> None:
-    with pytest.raises(NanoInferenceError, match="int8' is not possible with attention='triton'"):
-        EngineConfig(model_path="tiny", kv_cache_dtype="int8", attention="triton")
+    with pytest.raises(NanoInferenceError, match="fp8' is not possible with attention='cpu'"):
+        EngineConfig(model_path="tiny", kv_cache_dtype="fp8", attention="cpu")
     for attention, backend in (("cpu", "cpu"), ("flex", "reference"), ("triton", "cuda")):
         EngineConfig(model_path="tiny", attention=attention, backend=backend)  # type: ignore[arg-type]
 

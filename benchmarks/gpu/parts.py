@@ -308,6 +308,8 @@ def measure_variants(run: Run) -> None:
         "batch_invariant": {"batch_invariant": True},
         "no graphs": {"cuda_graphs": False},
         "lookahead=0": {"lookahead": 0},
+        "fp8 keys": {"kv_cache_dtype": "fp8"},
+        "int8 weights": {"quantization": "int8"},
     }
     if availability.problem_with_overlap(torch.device(scale.device)) is None:
         variants["cuda_overlap"] = {"cuda_overlap": True}

@@ -26,9 +26,9 @@ Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton"]
 DType = Literal["auto", "fast", "float32", "bfloat16", "float16"]
 # formats of quantized weights
-Codes = Literal["int8", "int8-32", "int4", "file"]
+Codes = Literal["int8", "int8-32", "int4", "fp8", "file"]
 Quantization = Literal["auto", "none", Codes]
-KVCacheDType = Literal["auto", "int8"]
+KVCacheDType = Literal["auto", "int8", "fp8"]
 CpuSums = Literal["auto", "pairs", "tiles"]
 SELF = "self"  # draft_model: layers of the policy itself
 MTP = "mtp"  # draft_model: multi-token prediction layer of the policy's checkpoint
@@ -100,9 +100,9 @@ class EngineConfig:
             `max_batch_size * max_model_len` tokens. Free memory respects the limits of control
             groups, such as a container's (docs/caches.md). A value above the free memory raises
             `ConfigError`.
-        kv_cache_dtype: Format of keys and values. `"auto"` stores them in `dtype`. `"int8"` stores
-            codes of 8 bits with a scale per token and head, in about half the memory of bfloat16
-            (docs/caches.md). Needs `backend="cpu"` or `"reference"`.
+        kv_cache_dtype: Format of keys and values. `"auto"` stores them in `dtype`. `"int8"` and
+            `"fp8"` (e4m3) store codes of 8 bits with a scale per token and head, in about half the
+            memory of bfloat16 (docs/caches.md). `"fp8"` needs `backend="cuda"` or `"reference"`.
         gpu_memory_utilization: Share of the GPU's memory that may be in use in total: weights, KV
             cache, workspace of a step, CUDA graphs, and the memory of other processes. CUDA only.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, `"auto"` or `"fast"`. `"fast"`, the default
@@ -115,13 +115,14 @@ class EngineConfig:
         quantization: Format of the weights of layers and head: codes of 8 or 4 bits with scales,
             which the kernels multiply directly (docs/models.md). `"int8"`: 8 bits, a scale per row
             (projections o and down: per segment of a row). `"int8-32"`: 8 bits, a scale per 32
-            weights. `"int4"`: 4 bits in layers and 8 in the head, a scale per 32 weights. `"file"`:
+            weights. `"int4"`: 4 bits in layers and 8 in the head, a scale per 32 weights. `"fp8"`:
+            e4m3, a scale per row, with inputs that are not rounded. `"file"`:
             the blocks of a `.gguf` file or the codes of a quantized checkpoint, unchanged. None or
             `"none"`: plain weights of `dtype`. `"auto"`: `"file"` for a `.gguf` file on a CPU whose
             kernels multiply its blocks, unless `dtype`, another backend, several ranks or a
             reference model need plain weights. Otherwise None. Weight
             updates are quantized on arrival. The engine warns of this if `"auto"` chose the blocks.
-            Needs `backend="cpu"` or `"reference"`.
+            The CPU kernels have all but `"fp8"`, the CUDA kernels `"int8"` and `"fp8"`.
         device: `"cpu"`, `"cuda"`, `"cuda:N"` or `"auto"`. `"auto"` uses a GPU if there is one.
         backend: Implementation of the operations. `"cpu"`: C++ kernels, which a C++ compiler builds
             on first use in about a minute. `"cuda"`: Triton kernels, built on first use, and
@@ -230,7 +231,10 @@ class EngineConfig:
         None, ENGINE, "Memory of the KV cache, such as 512MiB or 2GiB.", least=1, size=True
     )
     kv_cache_dtype: KVCacheDType = option(
-        "auto", ENGINE, "int8: keep keys and values as codes of 8 bits. auto: as --dtype."
+        "auto",
+        ENGINE,
+        "int8, fp8: keep keys and values as codes of 8 bits. auto: as --dtype.",
+        aliases={"fp8_e4m3": "fp8"},
     )
     gpu_memory_utilization: float = option(0.9, ENGINE, "Share of a GPU's memory to use, 0 to 1.")
     dtype: DType = option(

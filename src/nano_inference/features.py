@@ -13,6 +13,8 @@ from nano_inference.errors import ConfigError, InvalidRequest, NanoInferenceErro
 ON_GPU = "reference on a GPU"
 BACKENDS = ("cpu", "reference", ON_GPU, "cuda")
 RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+CODED = ("quantization", "draft_quantization")
+NOT_CPU = ("reference", ON_GPU, "cuda")
 TORCHS = ("cpu", "reference", ON_GPU)  # backends of plain torch and of the CPU kernels
 # backend of each attention
 ATTENTION_OF: dict[str, Literal["reference", "cpu", "cuda"]] = {
@@ -296,14 +298,26 @@ ENGINE_ROWS = (
         backends=("cuda",),
         excludes=(Asked("batch_invariant", (True,)), Asked("cuda_graphs", (False,))),
     ),
-    _feature("quantized weights", "quantization")(
-        "the CUDA kernels read plain weights", _PLAIN, backends=TORCHS
+    _feature("quantized weights", Asked("quantization", but=("int8", "fp8")))(
+        "the CUDA kernels multiply plain weights, and those of 'int8' and 'fp8'",
+        "use quantization='int8', or backend='cpu' or 'reference'",
+        backends=TORCHS,
+    ),
+    _feature("FP8 weights", *(Asked(each, ("fp8",)) for each in CODED))(
+        "the CPU kernels multiply whole numbers",
+        "use 'int8', or backend='cuda' or 'reference'",
+        backends=NOT_CPU,
     ),
     _feature("quantized drafts", "draft_quantization")(
-        "the CUDA kernels read plain weights", _PLAIN, backends=TORCHS
+        "drafts of the CUDA kernels have plain weights", _PLAIN, backends=TORCHS
     ),
     _coded_keys(
-        "its kernels read plain keys and values", _PLAIN, backends=TORCHS, excludes=(_FLEX,)
+        "its kernels read plain keys and values", "use attention='auto'", excludes=(_FLEX,)
+    ),
+    _feature("a KV cache in FP8", Asked("kv_cache_dtype", ("fp8",)))(
+        "the CPU kernels have no such codes",
+        "use kv_cache_dtype='int8', or backend='cuda' or 'reference'",
+        backends=NOT_CPU,
     ),
     _coded_keys(
         "its keys are already small, or its heads differ in size",

@@ -12,11 +12,12 @@ from nano_inference.ops.cuda import few_rows
 from nano_inference.rl import score
 from tests.device.cuda_cases import CheckingQueue
 from tests.device.test_cuda_runner import bare, runner
+from tests.device.test_kv_cache_dtype import check_exchange
 from tests.drafts.test_bits import set_drafts
 from tests.invariance.scenario import same_bits
 from tests.models.tiny import tiny_model
 from tests.structured.vocabularies import with_tokenizer
-from tests.weights.weight_cases import Build, drain
+from tests.weights.weight_cases import NEW, PROMPT, Build, bits, drain, greedy
 
 
 @pytest.fixture
@@ -127,3 +128,38 @@ def test_graphs_compute_drafts_like_eager_steps(build: Build, tmp_path: Path) ->
     assert all(map(same_bits, samples, expected))
     assert runner(engine).num_trunk_replays == 1  # the prompt
     assert engine.stats().tokens_computed > plain.stats().tokens_computed  # so there were drafts
+
+
+@pytest.mark.thorough
+def test_block_exchange_and_prefix_hits_of_fp8_keys(build: Build) -> None:
+    options = {"backend": "cuda", "dtype": "float32", "batch_invariant": True}
+    check_exchange(build, "fp8", options)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_quantized_weights_are_updated_and_sleep(
+    build: Build, quantization: str, batch_invariant: bool
+) -> None:
+    """Logprobs are near those of the reference backend, and an updated engine equals a fresh one."""
+    options: dict[str, Any] = {
+        "backend": "cuda",
+        "dtype": "float32",
+        "batch_invariant": batch_invariant,
+        "quantization": quantization,
+        "kv_cache_dtype": "fp8",
+    }
+    engine, fresh = build(**options), build(NEW, **options)
+    (before,) = engine.generate(PROMPT, greedy(4))
+    engine.update_weights(NEW, blocking=True)
+    engine.sleep(weights=True)
+    engine.wake()
+    (after,), (expected,) = (each.generate(PROMPT, greedy(4)) for each in (engine, fresh))
+    assert bits(after) == bits(expected) != bits(before)
+    assert after.numerics.endswith(f"/{quantization}/kv-fp8")
+    (wanted,) = build(NEW, **options | {"backend": "reference", "batch_invariant": None}).generate(
+        PROMPT, greedy(4)
+    )
+    assert after.completion_tokens == wanted.completion_tokens
+    assert after.logprobs == pytest.approx(wanted.logprobs, abs=0.02)

@@ -25,8 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nano_inference.config import KVCacheDType
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
+from nano_inference.ops.formats import FORMATS, FP8
 from nano_inference.ops.interface import AttentionArgs, HeadNorms, Norm, RopeArgs
 from nano_inference.ops.lora import Adapter, LoraPart
 from tests.gpu.compiled import SHARED_MEMORY, Compiled, compiling, describe, table
@@ -68,7 +70,7 @@ GEMMA_2 = Shape("Gemma-2-27B", 4608, 32, 16, 128, 36_864, 256_000, head_norms=Fa
 GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201_088, head_norms=False)
 
 
-def kv_view(shape: Shape) -> KVStorage:
+def kv_view(shape: Shape, kept: KVCacheDType = "auto") -> KVStorage:
     """Return the KV cache of one layer."""
     spec = SimpleNamespace(
         num_layers=1,
@@ -79,7 +81,8 @@ def kv_view(shape: Shape) -> KVStorage:
         kv_tensors=2,
         kinds=(),
     )
-    return KVStorage(spec, 4096, BLOCK_SIZE, shape.dtype, torch.device("cpu"))  # type: ignore[arg-type]
+    cpu: Any = torch.device("cpu")
+    return KVStorage(spec, 4096, BLOCK_SIZE, shape.dtype, cpu, kv_cache_dtype=kept)  # type: ignore[arg-type]
 
 
 def decode_batch(num_seqs: int) -> ForwardBatch:
@@ -148,7 +151,14 @@ def _inputs(shape: Shape) -> None:
         make_noise_keys(integers, integers, torch.zeros(rows, 2, dtype=torch.int64))
 
 
-def _rope(shape: Shape, *, full: bool = False, units: bool = False, overlaps: bool = False) -> None:
+def _rope(
+    shape: Shape,
+    *,
+    full: bool = False,
+    units: bool = False,
+    overlaps: bool = False,
+    kept: KVCacheDType = "auto",
+) -> None:
     from nano_inference.ops.cuda.rows import rope_and_store
 
     angles = shape.empty(2 * CONTEXT, shape.head_dim // 2, dtype=torch.float32)
@@ -160,7 +170,7 @@ def _rope(shape: Shape, *, full: bool = False, units: bool = False, overlaps: bo
     norms = (shape.norm(widths[0]), shape.norm(widths[1])) if full or shape.head_norms else None
     unit_map = SimpleNamespace(units=lambda: torch.zeros(1, 64, dtype=torch.int64))
     for batch in (decode_batch(1), decode_batch(2), prefill_batch(4)):
-        view, qkv = kv_view(shape), shape.empty(len(batch.input_ids), shape.qkv)
+        view, qkv = kv_view(shape, kept), shape.empty(len(batch.input_ids), shape.qkv)
         view.unit_map = unit_map if units else None  # type: ignore[assignment]
         rope = RopeArgs(angles, angles, shape.heads, shape.kv_heads, HeadNorms(*(norms or ())))
         places = (batch.positions, batch.slot_mapping)
@@ -180,6 +190,7 @@ def _attention(
     has_sinks: bool = False,
     cap: float = 0.0,
     overlaps: bool = False,
+    kept: KVCacheDType = "auto",
 ) -> None:
     from triton.runtime import driver
 
@@ -193,7 +204,7 @@ def _attention(
     q = shape.empty(len(batch.positions), shape.heads, shape.head_dim)
     sinks = shape.empty(shape.heads, dtype=torch.float32) if has_sinks else None
     scores = AttentionArgs(shape.head_dim**-0.5, sinks, cap)
-    attention.attend(q, kv_view(shape), 0, plan, scores)
+    attention.attend(q, kv_view(shape, kept), 0, plan, scores)
 
 
 def _attention_decode(shape: Shape) -> None:
@@ -224,6 +235,29 @@ def _attention_sinks(shape: Shape) -> None:
     for batch_invariant in (False, True):
         _attention(shape, decode_batch(2), batch_invariant=batch_invariant, has_sinks=True)
         _attention(shape, prefill_batch(4), batch_invariant=batch_invariant, has_sinks=True)
+
+
+def _attention_codes(shape: Shape, kept: KVCacheDType) -> None:
+    for batch_invariant in (False, True):
+        _attention(shape, decode_batch(2), batch_invariant=batch_invariant, kept=kept)
+        _attention(shape, prefill_batch(4), batch_invariant=batch_invariant, kept=kept)
+
+
+def _attention_fp8(shape: Shape) -> None:
+    _attention_codes(shape, "fp8")
+
+
+def _attention_int8(shape: Shape) -> None:
+    _attention_codes(shape, "int8")
+
+
+def _attention_fp8_decode(shape: Shape) -> None:
+    _attention(shape, decode_batch(2), kept="fp8")
+
+
+def _rope_codes(shape: Shape) -> None:
+    _rope(shape, kept="fp8")
+    _rope(shape, kept="int8", units=True)
 
 
 def _rope_units(shape: Shape) -> None:
@@ -285,6 +319,58 @@ def _products(shape: Shape, num_rows: tuple[int, ...]) -> None:
     for rows in num_rows:
         x, weight = shape.empty(rows, shape.inner), shape.empty(shape.hidden, shape.inner)
         invariant_product(x, weight, None if rows > 8 else shape.empty(shape.hidden), shape.dtype)
+
+
+def _quantised(shape: Shape, num_rows: tuple[int, ...] = (1, 16, 64, 1024)) -> None:
+    from nano_inference.ops.cuda.quantised import (
+        AlignedWeight,
+        quantised_embedding,
+        quantised_product,
+    )
+
+    cpu, form, inner = torch.device("cpu"), FORMATS["int8"], shape.inner
+    eighths = tuple(inner // 8 * part for part in range(9))
+    up = AlignedWeight((2 * inner, shape.hidden), shape.dtype, cpu, form)
+    down = AlignedWeight((shape.hidden, inner), shape.dtype, cpu, form, eighths)
+    for rows in num_rows:
+        quantised_product(shape.empty(rows, shape.hidden), up, shape.empty(2 * inner))
+        quantised_product(shape.empty(rows, inner, dtype=torch.float32), down)
+        quantised_embedding(torch.zeros(rows, dtype=torch.int64), up, 1.0)
+
+
+def _quantised_small(shape: Shape) -> None:
+    _quantised(shape, (16, 1024))
+
+
+def _quantised_experts(shape: Shape) -> None:
+    from nano_inference.ops.cuda.moe import products
+    from nano_inference.ops.cuda.quantised import AlignedWeight
+    from nano_inference.ops.moe import Experts
+    from nano_inference.ops.settings import Routing
+
+    cpu, count, inner, hidden = torch.device("cpu"), 8, shape.inner, shape.hidden
+    sizes = ((count * 2 * inner, hidden), (count * hidden, inner))
+    weights = [AlignedWeight(size, shape.dtype, cpu, FORMATS["int8"]) for size in sizes]
+    router, (gate_up, down) = shape.empty(count, hidden), weights
+    experts = Experts(router, gate_up, down, count, Routing(2, True), "silu")
+    rows = torch.arange(4).repeat_interleave(2)
+    products(shape.empty(4, hidden), rows, rows % count, experts)
+
+
+def _fp8_product(shape: Shape, num_rows: tuple[int, ...] = (8, 128, 1024)) -> None:
+    from nano_inference.ops.cuda.matmul import invariant_product
+    from nano_inference.ops.cuda.quantised import AlignedWeight, quantised_embedding
+
+    cpu = torch.device("cpu")
+    down = AlignedWeight((shape.hidden, shape.inner), shape.dtype, cpu, FP8)
+    for rows in num_rows:
+        bias = None if rows > 8 else shape.empty(shape.hidden)
+        invariant_product(shape.empty(rows, shape.inner), down, bias, torch.float32)
+    quantised_embedding(torch.zeros(8, dtype=torch.int64), down, 1.0)
+
+
+def _fp8_product_small(shape: Shape) -> None:
+    _fp8_product(shape, (8,))
 
 
 def _few_rows(
@@ -413,6 +499,10 @@ CALLS = [
         _attention_any,
         shapes=(QWEN_FLOAT32,),
     ),
+    Call("attention, FP8", _attention_fp8),
+    Call("attention, FP8, decode", _attention_fp8_decode, small=True),
+    Call("attention, int8", _attention_int8),
+    Call("rope_and_store, codes", _rope_codes, small=True),
     Call("draw", _draw, small=True),
     Call("draw, raw", _draw_raw),
     Call("draw, filtered", _draw_filtered, shapes=(QWEN,)),
@@ -420,6 +510,11 @@ CALLS = [
     Call("score", _score, small=True),
     Call("product", _product),
     Call("product, few rows", _product_of_few, small=True),
+    Call("int8 product", _quantised),
+    Call("int8 product, 16 or 1,024 rows", _quantised_small, small=True, shapes=(QWEN,)),
+    Call("int8 experts", _quantised_experts, shapes=(QWEN,)),
+    Call("FP8 product", _fp8_product),
+    Call("FP8 product, few rows", _fp8_product_small, small=True, shapes=(QWEN,)),
     Call("trunk of few rows", _few_rows),
     Call("trunk of few rows, overlapping", _few_rows_overlapping),
     Call("adapters", _lora, shapes=(QWEN, QWEN_8B, LLAMA, QWEN_FLOAT32)),

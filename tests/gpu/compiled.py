@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -76,6 +77,8 @@ def compiling(arch: int) -> Iterator[list[Any]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from nano_inference.ops.cuda import codes
+
     made: list[Any] = []
     run, before = JITFunction.run, driver._active
 
@@ -86,7 +89,8 @@ def compiling(arch: int) -> Iterator[list[Any]]:
     JITFunction.run = compile_only
     driver.set_active(_Driver(arch))  # type: ignore[arg-type]
     try:
-        yield made
+        with patch.object(codes, "WITHOUT_CARD", arch):
+            yield made
     finally:
         JITFunction.run = run
         driver._active = before

@@ -145,7 +145,7 @@ def engine_of(kernels: KernelSet) -> Engine:
     """Return an engine that can launch kernels within `recording` or `compiling`."""
     config, spec, dtype = kernels.config(), kernels.spec, getattr(torch, kernels.dtype)
     ops = cuda_ops(batch_invariant=kernels.batch_invariant, overlaps=config.cuda_overlap)
-    params = allocate(param_table(spec), dtype, NOWHERE, ops.allocate)
+    params = allocate(param_table(spec), dtype, NOWHERE, ops.allocate, config.codes)
     model = Decoder(spec, params, ops, 4352)
     layout = common_layout([spec], longest_asked(config, [spec]))
     pool = UnitPool(BLOCKS * layout.num_units, BLOCKS, layout)
@@ -268,10 +268,12 @@ def main() -> None:
 
 
 def served_sets() -> Iterator[KernelSet]:
-    """Yield sets with and without the law, with overlapping kernels, adapters and windows."""
+    """Yield sets with and without the law, with codes, overlapping kernels, adapters and windows."""
     for exact in (False, True):
         name = f"Qwen3-0.6B, batch_invariant={exact}"
         yield KernelSet(name, QWEN_CONFIG, "bfloat16", exact)
+    codes = {"kv_cache_dtype": "fp8", "quantization": "int8"}
+    yield KernelSet("codes", QWEN_CONFIG, "bfloat16", batch_invariant=True, options=codes)
     overlap = {"cuda_overlap": True}
     yield KernelSet("overlapping", QWEN_CONFIG, "bfloat16", batch_invariant=False, options=overlap)
     adapters = {"max_loras": 2}

@@ -22,6 +22,10 @@ from pathlib import Path
 from typing import Any
 
 PARTS = 6  # processes per kernel set; an engine has about 80 kernels
+CODES: dict[str, dict[str, Any]] = {
+    "fp8 keys": {"kv_cache_dtype": "fp8"},
+    "int8 weights": {"quantization": "int8"},
+}
 TINY = ("llama", "gemma3", "mistral", "qwen3", "olmo2", "granite", "mixtral")
 
 
@@ -32,7 +36,8 @@ def names_of_sets() -> list[str]:
     exact = ("fast", "invariant")
     real = [f"{size}/bfloat16/{mode}" for size in ("small", "large") for mode in exact]
     tiny = [f"tiny/{dtype}/{mode}" for dtype in ("bfloat16", "float32") for mode in exact]
-    return [*real, *tiny, "small/bfloat16/overlap"]
+    codes = [f"small/bfloat16/fast/{each}" for each in CODES]  # of the stage "variants"
+    return [*real, *codes, *tiny, "small/bfloat16/overlap"]
 
 
 def configs_of(models: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -58,10 +63,11 @@ def compile_part(name: str, part: int, parts: int, arch: int) -> int:
     """Compile each `parts`-th kernel of a set; return the number of compiled kernels."""
     from tests.gpu.kernel_sets import KernelSet, engine_of, recording
 
-    models, dtype, mode = name.split("/")
+    models, dtype, mode, *codes = name.split("/")
     with recording(arch, lambda place: place % parts == part) as names:
         for config, options in configs_of(models):
             how = options | {"cuda_overlap": mode == "overlap"}
+            how |= CODES[codes[0]] if codes else {}
             engine_of(KernelSet(name, config, dtype, mode == "invariant", how)).start()
     return len(range(part, len(names), parts))
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # torch reads it with the first tensor
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
@@ -58,6 +58,10 @@ REQUESTS = (
 )
 
 
+# Half of the cases hold codes of 8 bits in the cache and in the weights.
+CODES: dict[str, Any] = {"kv_cache_dtype": "fp8", "quantization": "int8"}
+
+
 def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int:
     """Run the requests on a tiny model and return the number of steps."""
     with tempfile.TemporaryDirectory() as folder:
@@ -74,6 +78,7 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
             kv_cache_memory=1 << 18,
             cuda_graphs=False,
             max_loras=1,
+            **(CODES if batch_invariant else {}),
         )
         with InferenceEngine(config) as engine:
             engine_model = engine.model

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nano_inference import SamplingParams
+from nano_inference.config import KVCacheDType
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import queue_of
 from nano_inference.models.spec.read import spec_from_config
@@ -123,7 +124,13 @@ def test_adapter_row_is_bitwise_independent_of_its_batch(
 class Context:
     """Keys and values of sequences of several lengths, and queries of their last rows."""
 
-    def __init__(self, target: Target, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        dtype: torch.dtype,
+        heads: tuple[int, int, int],
+        kept: KVCacheDType = "auto",
+    ) -> None:
         num_heads, kv_heads, width = heads
         config = llama_config(hidden=64) | {
             "num_attention_heads": num_heads,
@@ -139,10 +146,16 @@ class Context:
         blocks = iter(order)
         self.tables = [[next(blocks) for _ in range(count)] for count in counts]
         self.storage = KVStorage(
-            spec_from_config(config), sum(counts), BLOCK, dtype, torch.device(target.device)
+            spec_from_config(config),
+            sum(counts),
+            BLOCK,
+            dtype,
+            torch.device(target.device),
+            kv_cache_dtype=kept,
         )
-        self.storage.keys.copy_(numbers(1, *self.storage.keys.shape, device=target.device))
-        self.storage.values.copy_(numbers(2, *self.storage.values.shape, device=target.device))
+        slots = torch.arange(sum(counts) * BLOCK, device=target.device)
+        rows = (numbers(i, len(slots), kv_heads, width, device=target.device) for i in (1, 2))
+        self.storage.write(0, slots, *rows)
         self.queries = [
             numbers(10 + place, min(length, self.rows), num_heads, width, device=target.device).to(
                 dtype
@@ -169,15 +182,17 @@ class Context:
         return list(out.split([rows for _, _, rows in parts]))
 
 
-@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize(
+    ("window", "kept"), [(0, "auto"), (300, "auto"), (0, "fp8"), (300, "int8")]
+)
 @pytest.mark.parametrize("shape", HEADS)
 def test_attention_row_is_bitwise_independent_of_its_batch(
-    target: Target, dtype: torch.dtype, shape: str, window: int
+    target: Target, dtype: torch.dtype, shape: str, window: int, kept: KVCacheDType
 ) -> None:
-    if target.dry and shape != "0.6b":
+    if target.dry and (shape != "0.6b" or kept == "int8"):
         pytest.skip("a dry run has one shape")
     window = min(window, 20) if target.dry else window
-    context = Context(target, dtype, (4, 2, 16) if target.dry else HEADS[shape])
+    context = Context(target, dtype, (4, 2, 16) if target.dry else HEADS[shape], kept)
     attention = Attention(batch_invariant=True)
     wholes = [(index, 0, len(queries)) for index, queries in enumerate(context.queries)]
     expected = context.attend(attention, wholes, window)  # all sequences in one batch

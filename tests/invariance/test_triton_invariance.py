@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.checkpoints.loading import load_spec
-from nano_inference.device.kv_tensors import common_layout, layers_of_a_unit
+from nano_inference.config import KVCacheDType
+from nano_inference.device.kv_tensors import common_layout, kv_format, unit_width
 from nano_inference.rl import differences
 from nano_inference.rl.replayer import Replayer
 from tests.invariance.scenario import (
@@ -64,6 +65,8 @@ CHUNKS = Schedule(
 WHOLE = Schedule(block_size=24, max_tokens_per_batch=30, lookahead=0, enable_prefix_caching=False)
 CASES = [
     ("gemma3", CHUNKS),
+    ("gemma3", replace(CHUNKS, kv_cache_dtype="fp8")),
+    pytest.param("llama", replace(WHOLE, kv_cache_dtype="int8"), marks=pytest.mark.slow),
     pytest.param("llama", CHUNKS, marks=pytest.mark.slow),
     pytest.param("llama", WHOLE, marks=pytest.mark.slow),
     pytest.param("gemma3", WHOLE, marks=pytest.mark.slow),
@@ -88,11 +91,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def bytes_per_token(model: Path) -> int:
+def bytes_per_token(model: Path, kept: KVCacheDType = "auto") -> int:
     """Return the bytes per token of the layers that share a unit."""
-    spec = load_spec(model)
-    layers = layers_of_a_unit(spec, common_layout([spec], spec.max_position))
-    return 2 * layers * spec.num_kv_heads * spec.head_dim * torch.float32.itemsize
+    spec, form = load_spec(model), kv_format(torch.float32, kept)
+    width = unit_width(spec, common_layout([spec], spec.max_position), form)
+    return 2 * width * form.stored.itemsize
 
 
 def fitted(model: Path, schedule: Schedule, work: list[Request]) -> Schedule:
@@ -108,9 +111,12 @@ def fitted(model: Path, schedule: Schedule, work: list[Request]) -> Schedule:
 
 
 @cache
-def alone(model: Path, request: Request) -> dict[tuple[int, int], TrainingSample]:
+def alone(
+    model: Path, request: Request, kept: KVCacheDType
+) -> dict[tuple[int, int], TrainingSample]:
     lonely = Request(request.prompt, request.params, request.num_samples)
-    samples, _ = run(model, "float32", [lonely], Schedule(backend="cuda"), bytes_per_token(model))
+    quiet = Schedule(backend="cuda", kv_cache_dtype=kept)
+    samples, _ = run(model, "float32", [lonely], quiet, bytes_per_token(model, kept))
     assert all(sample.finish_reason != "abort" for sample in samples.values()), (
         "even alone it reads what it may not"
     )
@@ -122,11 +128,12 @@ def check(model: Path, work: list[Request], schedule: Schedule) -> int:
     preemptions.
     """
     schedule = replace(fitted(model, schedule, work), backend="cuda")
-    together, preemptions = run(model, "float32", work, schedule, bytes_per_token(model))
+    kept = schedule.kv_cache_dtype
+    together, preemptions = run(model, "float32", work, schedule, bytes_per_token(model, kept))
     expected = {
         (place, index): sample
         for place, request in enumerate(work)
-        for (_, index), sample in alone(model, request).items()
+        for (_, index), sample in alone(model, request, kept).items()
     }
     require_same_samples(work, together, expected)
     return preemptions

@@ -444,11 +444,38 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "kv_codes_of_the_whole_step",
         "src/nano_inference/ops/kv_codes.py",
-        old="        codes, scales = quantise_rows(flat, [(0, flat.shape[1])])",
+        old="        numbers, scales = scaled_rows(flat, MOST_OF[self.codes])",
         new="""\
-        codes, scales = quantise_rows(flat.reshape(1, -1), [(0, flat.numel())])
-        codes, scales = codes.view_as(flat), scales.expand(len(flat), 1).contiguous()""",
+        numbers, scales = scaled_rows(flat.reshape(1, -1), MOST_OF[self.codes])
+        numbers, scales = numbers.view_as(flat), scales.expand(len(flat), 1).contiguous()""",
         seen_by="tests/ops/test_kv_codes.py -k 'of_its_maximum or uses_decoded'",
+    ),
+    Fault(
+        "triton_kv_codes_of_several_heads",
+        "src/nano_inference/ops/cuda/rows.py",
+        old="                scale, inverse = scale_and_inverse(largest, finite, CODES)",
+        new="""\
+                largest = tl.maximum(largest, tl.max(largest, axis=0))
+                scale, inverse = scale_and_inverse(largest, finite, CODES)""",
+        seen_by="tests/ops/test_triton_rope.py -k stored_codes",
+    ),
+    Fault(
+        "triton_fp8_ties_away_from_even",
+        "src/nano_inference/ops/cuda/codes.py",
+        old="    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)",
+        new="    normal = ((bits + 0x80000) >> 20) - (120 << 3)",
+        seen_by="tests/ops/test_triton_codes.py",
+    ),
+    Fault(
+        "triton_int8_segments_in_order",
+        "src/nano_inference/ops/cuda/quantised.py",
+        old="""\
+        if segment % 4 == 3:
+            total = two + total""",
+        new="""\
+        if segment % 4 == 3:
+            total = total + two * (1 + 2.0**-22)""",
+        seen_by="tests/ops/test_triton_quantised.py -k bits_of_the_definition",
     ),
     Fault(
         "draft_codes_of_old_weights",

@@ -68,7 +68,7 @@ class Shape(NamedTuple):
         """Return the keys or values as attention sees them."""
         if not self.codes:
             return rows
-        form = KvFormat(torch.bfloat16 if self.is_bf16 else torch.float32, coded=True)
+        form = KvFormat(torch.bfloat16 if self.is_bf16 else torch.float32, codes="int8")
         return form.decode(form.encode(torch.from_numpy(rows))).numpy()
 
     @property

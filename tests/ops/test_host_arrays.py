@@ -13,7 +13,7 @@ from nano_inference.core.batch import ForwardBatch
 from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.formats import FORMATS
 from nano_inference.ops.interface import call, embed_part
-from nano_inference.ops.kv_codes import KvFormat
+from nano_inference.ops.kv_codes import KvCodes, KvFormat
 from nano_inference.ops.lora import Adapter, LoraPart, Place, lora, placed
 from nano_inference.ops.moe import Experts, MoeSteps, Shared, mixture
 from nano_inference.ops.quantised import encode, packed, product, quantise_rows, unpacked, widened
@@ -63,12 +63,12 @@ def test_codes_have_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("coded", [False, True])
-def test_kept_keys_have_the_same_bits(dtype: torch.dtype, coded: bool) -> None:
+@pytest.mark.parametrize("codes", [None, "int8"])
+def test_kept_keys_have_the_same_bits(dtype: torch.dtype, codes: KvCodes | None) -> None:
     rows = (100 * numbers(4, 2, 24)).to(dtype)
     rows[0, 1], rows[1, 0, 3] = 0, torch.inf
     host_rows = as_host(rows)
-    ours, theirs = KvFormat(host_rows.dtype, coded), KvFormat(dtype, coded)
+    ours, theirs = KvFormat(host_rows.dtype, codes), KvFormat(dtype, codes)
     kept = ours.encode(host_rows), theirs.encode(rows)
     assert same(*kept)
     assert kept[0].dtype == ours.stored

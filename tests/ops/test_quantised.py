@@ -16,6 +16,7 @@ from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import AMX, best_instruction_set
 from nano_inference.ops.formats import (
     FORMATS,
+    FP8,
     QUANTIZATIONS,
     Format,
     Stack,
@@ -304,7 +305,7 @@ def test_segments_of_equal_width_are_merged(columns: int, ranks: int) -> None:
         return
     local = bounds_of(tuple(range(0, columns // ranks + 1, width)), columns // ranks, form)
     assert local == tuple(bound for bound in whole if bound <= columns // ranks)
-    assert {each for pair in QUANTIZATIONS.values() for each in pair} < {*FORMATS.values()}
+    assert {each for pair in QUANTIZATIONS.values() for each in pair} < {*FORMATS.values(), FP8}
 
 
 # -- backends --------------------------------------------------------------------------------------

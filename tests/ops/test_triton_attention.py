@@ -55,6 +55,8 @@ def small(*, batch_invariant: bool, shared_items: int = 6, row_parts: int = 40) 
         "heads9-0-memory9-True",
         "heads10-0-memory10-False",
         "heads10-0-memory10-True",
+        "heads12-33-memory12-False",
+        "heads14-0-memory14-True",
     ]
 )
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -76,6 +78,10 @@ def small(*, batch_invariant: bool, shared_items: int = 6, row_parts: int = 40) 
         (Heads(group=3, has_sinks=True, cap=0.7), 20, Memory()),
         (Heads(group=2, dtype=HALF, cap=50.0), 0, Memory()),
         (Heads(group=4, kv_heads=1, dtype=HALF, has_sinks=True), 0, Memory()),
+        (Heads(group=3, codes="int8"), 0, Memory(units=True)),
+        (Heads(dtype=HALF, codes="int8"), 33, Memory(block_size=24)),
+        (Heads(group=3, dim=24, codes="fp8"), 20, Memory(block_size=1)),
+        (Heads(dim=64, dtype=HALF, codes="fp8", cap=50.0), 0, Memory(units=True, strided=True)),
     ],
 )
 def test_attention_of_mixed_chunks_agrees_with_reference(
@@ -168,6 +174,7 @@ def _alone(heads: Heads, window: int) -> tuple[list[Rows3], list[Tensor]]:
         (Heads(kv_heads=1, dtype=HALF), 21),
         (Heads(group=2, kv_heads=1, has_sinks=True), 21),
         (Heads(group=2, kv_heads=1, cap=1.5), 0),
+        (Heads(kv_heads=1, dtype=HALF, codes="fp8"), 21),
     ],
 )
 @settings(max_examples=at_depth(6), deadline=None)

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nano_inference.config import KVCacheDType
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.units import UnitMap
 from nano_inference.kv_cache.sliding_window import BlockLayout, UnitPool
 from nano_inference.ops.interface import HeadNorms, Norm, RopeArgs
 from nano_inference.ops.reference import backend as reference
 from tests.depth import at_depth
+from tests.invariance.scenario import spoil
 from tests.ops.exactness import assert_close
 
 pytest.importorskip("triton")
@@ -49,6 +51,7 @@ class Case:
     seed: int = 0
     turn: str = "halves"  # "part" (Qwen3-Next), "neighbours" (Ernie), "part of neighbours" (GLM)
     scaled: bool = False  # query scale by position (Ministral 3)
+    kept: KVCacheDType = "auto"
 
     @property
     def turning(self) -> int:
@@ -99,9 +102,10 @@ class Case:
             for index in range(len(pool.unit_of)):
                 pool.unit_of[index] = order[index]
             units = UnitMap(pool, DEVICE)
-        storage = KVStorage(spec, NUM_BLOCKS, BLOCK_SIZE, self.cache_dtype, DEVICE, units)
-        storage.keys.fill_(torch.nan)
-        storage.values.fill_(torch.nan)
+        storage = KVStorage(
+            spec, NUM_BLOCKS, BLOCK_SIZE, self.cache_dtype, DEVICE, units, self.kept
+        )
+        spoil(storage, slice(None))
         return storage
 
     def rows(self, num: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,12 +183,59 @@ def test_rope_and_store(case, ratio, num, layer, data):
         return
     rows = qkv[stored], positions[stored], slots[stored], layer
     expected = called(case, reference.rope_and_store, *rows)
-    # the reference rounds queries like stored keys
-    whole = called(replace(case, cache_dtype=torch.float32), reference.rope_and_store, *rows)
-    torch.testing.assert_close(q[stored], whole[0], rtol=1e-6, atol=1e-6)
     eps = 1e-6 if case.cache_dtype == torch.float32 else 1e-3
+    assert q.dtype == case.cache_dtype
+    torch.testing.assert_close(q[stored], expected[0], rtol=eps, atol=eps)
     torch.testing.assert_close(keys, expected[1], rtol=eps, atol=eps, equal_nan=True)
     assert torch.equal(values.nan_to_num(7), expected[2].nan_to_num(7))
+
+
+@settings(deadline=None, max_examples=at_depth(12))
+@given(
+    case=CASES,
+    kept=st.sampled_from(["int8", "fp8"]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    spread=st.sampled_from([0, 3, 12]),
+    data=st.data(),
+)
+def test_stored_codes_have_the_bits_of_the_definition(case, kept, dtype, spread, data):
+    """Numbers differ by powers of ten up to `spread`. Heads do not rotate, so no sum is rounded."""
+    case = replace(
+        case, heads=case.kv_heads, head_dim=16, dtype=dtype, cache_dtype=dtype, norm="none",
+        turn="halves", scaled=False, kept=kept,
+    )  # fmt: skip
+    qkv, positions, slots = case.rows(3)
+    powers = torch.rand(qkv.shape, generator=torch.Generator().manual_seed(case.seed)) * spread
+    qkv = (qkv.float() * 10 ** -powers.to(DEVICE)).to(dtype)
+    heads = qkv.view(3, -1, 16)
+    heads[1, data.draw(st.integers(0, heads.shape[1] - 1)), 5] = data.draw(
+        st.sampled_from([torch.inf, -torch.inf, torch.nan])
+    )
+    heads[2, data.draw(st.integers(0, heads.shape[1] - 1))] = data.draw(
+        st.sampled_from([0.0, -0.0, 1e-35])
+    )
+    slots[0] = data.draw(st.sampled_from([-1, int(slots[0])]))
+    still = torch.ones(POSITIONS, 8, device=DEVICE), torch.zeros(POSITIONS, 8, device=DEVICE)
+    caches = []
+    for operation, stored in (
+        (rope_and_store, slots >= -1),
+        (reference.rope_and_store, slots >= 0),
+    ):
+        view = case.view()
+        rope = RopeArgs(*still, case.heads, case.kv_heads)
+        operation(qkv[stored], rope, positions[stored], slots[stored], view, 2)
+        caches += [parts_of_blocks(each) for each in (view.keys, view.values)]
+    for (codes, scales), (wanted, factors) in zip(caches[:2], caches[2:], strict=True):
+        assert torch.equal(codes, wanted)
+        assert torch.equal(scales.isnan(), factors.isnan())  # bits of a NaN have no meaning
+        assert torch.equal(scales.nan_to_num(7), factors.nan_to_num(7))
+
+
+def parts_of_blocks(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes and the scales of all blocks of heads of 16."""
+    blocks = cache.flatten(3)
+    codes = BLOCK_SIZE * 16
+    return blocks[..., :codes], blocks[..., codes:].contiguous().view(torch.float32)
 
 
 @settings(deadline=None, max_examples=at_depth(20))

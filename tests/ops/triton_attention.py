@@ -13,7 +13,7 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.interface import AttentionArgs
-from nano_inference.ops.kv_codes import KvFormat
+from nano_inference.ops.kv_codes import KvCodes, KvFormat
 from nano_inference.ops.reference import attention as reference_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,6 +38,7 @@ class Heads:
     dtype: torch.dtype = torch.float32
     has_sinks: bool = False
     cap: float = 0.0
+    codes: KvCodes | None = None  # of keys and values
 
     @property
     def scores(self) -> tuple[Any, ...]:
@@ -109,15 +110,17 @@ def place(
     if memory.units:
         num_units = 2 * num_blocks
         units = torch.randperm(num_units, generator=generator).view(2, num_blocks).to(DEVICE)
-    shape = (1 if memory.units else 2, heads.kv_heads, num_units, size, heads.dim)
+    form = KvFormat(heads.dtype, heads.codes)
+    shape = (1 if memory.units else 2, heads.kv_heads, num_units, size, form.width(heads.dim))
+    junk = -1 if form.coded else math.nan  # a scale of such bytes is NaN
     view = object.__new__(KVStorage)
     vars(view).update(
         block_size=size,
-        keys=torch.full(shape, math.nan, dtype=heads.dtype, device=DEVICE),
-        values=torch.full(shape, math.nan, dtype=heads.dtype, device=DEVICE),
+        keys=torch.full(shape, junk, dtype=form.stored, device=DEVICE),
+        values=torch.full(shape, junk, dtype=form.stored, device=DEVICE),
         places=[(0, 0), (1, 0) if memory.units else (0, 1)],
         unit_map=None if units is None else SimpleNamespace(units=lambda: units),
-        format=KvFormat(heads.dtype),
+        format=form,
         _kinds=(),
     )
     view._layers = [view._lie(layer) for layer in range(2)]  # pyright: ignore[reportPrivateUsage]

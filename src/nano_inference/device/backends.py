@@ -426,6 +426,8 @@ def _no_kernels_for(
                 return f"{gap} layers of several kinds ({spec.architecture})."
             if spec.state is not None:
                 return f"{gap} layers with a state ({spec.architecture})."
+            if spec.moe is not None and config.codes == "fp8":
+                return f"{gap} experts in FP8 ({spec.architecture}); use quantization='int8'."
         head_dims = [spec.head_dim for spec in specs.values()]
         problem = availability.problem_with(device, dtype, head_dims)
         if problem is None and config.cuda_overlap:

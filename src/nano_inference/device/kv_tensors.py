@@ -20,7 +20,7 @@ NO_PLACE = (-1, -1)  # marks a layer without keys
 
 def kv_format(dtype: Dtype, kv_cache_dtype: KVCacheDType) -> KvFormat:
     """Return the storage format of keys and values for a model of this dtype."""
-    return KvFormat(dtype, coded=kv_cache_dtype == "int8")
+    return KvFormat(dtype, None if kv_cache_dtype == "auto" else kv_cache_dtype)
 
 
 def kv_shape(spec: ModelSpec) -> tuple[object, ...]:
@@ -342,7 +342,10 @@ class KVStorage:
         slots = self._find(layer, slots)
         for cache, rows in zip(self._of(layer), (keys, values), strict=False):
             encoded = self.format.encode(rows).swapaxes(0, 1)
-            if cache.is_contiguous():
+            if self.format.coded:
+                places = self.format.places(slots, *cache.shape[2:]).flatten()
+                cache.flatten(1).index_copy_(1, places, encoded.flatten(1))
+            elif cache.is_contiguous():
                 cache.flatten(1, 2).index_copy_(1, slots, encoded)
             else:
                 cache[:, slots // self.block_size, slots % self.block_size] = encoded
@@ -355,6 +358,10 @@ class KVStorage:
         return keys.reshape(shape), values.reshape(shape)
 
     def _picked(self, cache: Tensor, slots: Tensor) -> Tensor:
+        if self.format.coded:
+            places = self.format.places(slots, *cache.shape[2:])
+            kept = cache.flatten(1).index_select(1, places.flatten())
+            return self.format.decode(kept.unflatten(1, tuple(places.shape)))
         if cache.is_contiguous():
             return self.format.decode(cache.flatten(1, 2).index_select(1, slots))
         return self.format.decode(cache[:, slots // self.block_size, slots % self.block_size])

@@ -28,6 +28,8 @@ class Format:
             columns share, as in K-quants of GGUF files, or `"exponents"`: powers of two.
         mins: If True, a group also has a minimum, stored like a scale.
         values: Numbers that the codes stand for, rising. Empty: the codes themselves.
+        floats: If True, codes are the bits of e4m3 numbers, and products do not round their inputs
+            to codes. A row has one scale.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Format:
     scales: Scales = "half"
     mins: bool = False
     values: tuple[int, ...] = ()
+    floats: bool = False
 
     @property
     def bytes_per_weight(self) -> float:
@@ -59,6 +62,8 @@ class Format:
         """Least and largest number to which weights are rounded."""
         if self.values:
             return self.values[0], self.values[-1]
+        if self.floats:
+            return -448, 448
         return (-127, 127) if self.bits == 8 else (-self.middle, self.middle - 1)
 
     @property
@@ -85,6 +90,7 @@ class Format:
         bits = 8 if other.values and not self.values else other.bits
         return (
             nested
+            and self.floats == other.floats
             and self.values in ((), other.values)
             and self.bits >= bits
             and self.scales in (other.scales, "float")
@@ -147,12 +153,14 @@ FORMATS = {
         Format("int8-128-wide", 8, 128, scales="float"),
     )
 }
+FP8 = Format("fp8", 8, 0, scales="float", floats=True)
 FILE = "file"  # `EngineConfig.quantization`: the formats of a quantized checkpoint
 # Other values of `EngineConfig.quantization`: the formats of the layers and of the head.
 QUANTIZATIONS = {
     "int8": (FORMATS["int8"], FORMATS["int8"]),
     "int8-32": (FORMATS["int8-32"], FORMATS["int8-32"]),
     "int4": (FORMATS["int4-32"], FORMATS["int8-32"]),
+    "fp8": (FP8, FP8),
 }
 
 
@@ -160,6 +168,8 @@ def form_named(name: str) -> Format | Stack:
     """Return a format or a stack by its name. Raise `KeyError` or `ValueError` for another name."""
     if name in FORMATS:
         return FORMATS[name]
+    if name == FP8.name:
+        return FP8
     parts = [part.split(" ") for part in name.split(" + ")]
     return Stack(tuple((int(rows), FORMATS[form]) for rows, form in parts))
 
@@ -177,7 +187,7 @@ def bounds_of(segments: tuple[int, ...] | None, columns: int, form: Format) -> t
     width are merged by two, four or eight, whichever suffices first. Segments of other widths
     become a single one.
     """
-    if segments is None:
+    if segments is None or form.floats:
         return (0, columns)
     unit, count = form.input_group or 4, len(segments) - 1
     widths = {last - first for first, last in pairwise(segments)}

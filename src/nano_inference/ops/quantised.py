@@ -17,6 +17,10 @@ input then has one scale for these columns, and a step's products are added as i
            (sum over groups g of t of (x codes of g . w codes of g) * scale) * (x scale * step)
            - (sum over groups g of t of (sum of x codes of g) * min) * (x scale * min step)
 
+Weights in FP8 are numbers of e4m3 times one scale a row. Their inputs are not rounded to codes: a
+product adds up x * e4m3 in float32 and multiplies the sum by the scale. Backends choose the order
+of additions, as for plain weights.
+
 Sums of integers are the same in any order. A format with one group per segment (`"int8"`) therefore
 has the same bits however a product is cut. The other formats add up a few floats in a fixed order.
 Segments are merged like those of `Ops.linear`.
@@ -37,6 +41,22 @@ TINY = 1e-30  # groups whose largest magnitude is at most this count as zeros
 
 
 @np.errstate(all="ignore")
+def scaled_rows(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Scale float32 rows [N, K] so that the largest magnitude of each becomes `most`. Return them,
+    not rounded, and float32 scales [N, 1]. A row with a non-finite number becomes zeros with the
+    scale NaN.
+    """
+    xp = namespace(x)
+    largest = x.abs().amax(dim=1, keepdim=True)
+    known = (x * 0).sum(dim=1, keepdim=True)  # NaN if a number is not finite
+    tiny = ~(largest > TINY)
+    # an array: torch may divide by a Python number differently
+    whole = xp.full_like(largest, most)
+    inverse = xp.where(tiny, 0.0, whole / largest)
+    numbers = xp.where(known == 0, x * inverse, 0.0)
+    return numbers, xp.where(tiny, 0.0, largest / whole) + known
+
+
 def quantise_rows(x: Tensor, groups: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     """Quantize inputs [N, K] to codes float32 [N, K] and scales float32 [N, groups]. A group with a
     non-finite number gets the scale NaN and codes of 0.
@@ -46,16 +66,8 @@ def quantise_rows(x: Tensor, groups: list[tuple[int, int]]) -> tuple[Tensor, Ten
     for g, (first, last) in enumerate(groups):
         if first == last:
             continue
-        part = x[:, first:last]
-        largest = part.abs().amax(dim=1, keepdim=True)
-        known = (part * 0).sum(dim=1, keepdim=True)  # NaN if a number is not finite
-        tiny = ~(largest > TINY)
-        # an array: torch may divide by a Python number differently
-        most = xp.full_like(largest, MOST)
-        inverse = xp.where(tiny, 0.0, most / largest)
-        whole = xp.round(part * inverse)
-        codes[:, first:last] = xp.where(known == 0, whole, 0.0)
-        scales[:, g : g + 1] = xp.where(tiny, 0.0, largest / most) + known
+        numbers, scales[:, g : g + 1] = scaled_rows(x[:, first:last], MOST)
+        codes[:, first:last] = xp.round(numbers)
     return codes, scales
 
 
@@ -94,6 +106,9 @@ def quantise_weight(
         scale = scales[:, g : g + 1]
         inverse = xp.where(scale == 0, 0.0, 1 / scale)
         numbers = xp.where(scale * 0 == 0, weight[:, first:last] * inverse, 0.0)
+        if form.floats:
+            codes[:, first:last] = numbers.clamp(low, high).to(xp.float8_e4m3fn).view(xp.int8)
+            continue
         whole = _nearest(numbers, form) if form.values else xp.round(numbers).clamp(low, high)
         codes[:, first:last] = whole.to(xp.int8)
     return codes, scales, steps
@@ -137,8 +152,8 @@ class Codes:
     """A quantized weight as plain arrays.
 
     Attributes:
-        codes: int8 [rows, K], -8 to 7 for formats of 4 bits without a minimum, or the values of the
-            format.
+        codes: int8 [rows, K], -8 to 7 for formats of 4 bits without a minimum, the values of the
+            format, or the bits of e4m3 numbers.
         scales: float32 [rows, groups].
         form: Format of the weight.
         bounds: Bounds of its segments.
@@ -189,11 +204,17 @@ class Codes:
         min_steps = None if self.min_steps is None else self.min_steps[:, steps]
         return replace(part, steps=self.steps[:, steps], min_steps=min_steps)
 
+    def values(self) -> Tensor:
+        """Return the numbers that the scales multiply, float32 [rows, K]."""
+        if not self.form.floats:
+            return self.codes.float()
+        return self.codes.contiguous().view(namespace(self.codes).float8_e4m3fn).float()
+
     def numbers(self) -> Tensor:
         """Decode the weights, float32 [rows, K]."""
         xp, widths = namespace(self.scales), [last - first for first, last in self.groups]
         widths = xp.tensor(widths, device=self.scales.device)
-        numbers = self.codes.float() * self.scales.repeat_interleave(widths, dim=1)
+        numbers = self.values() * self.scales.repeat_interleave(widths, dim=1)
         if self.mins is None:
             return numbers
         return numbers - self.mins.repeat_interleave(widths, dim=1)

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cuda.attention_plan import FIELDS, Bounds, Items, plan_items
+from nano_inference.ops.cuda.codes import PLAIN, capability_of, decoded, kind_of, scale_of
 from nano_inference.ops.cuda.matmul import shared_memory
-from nano_inference.ops.cuda.rows import overlapping
+from nano_inference.ops.cuda.rows import overlapping, scales_within
 from nano_inference.ops.interface import AttentionArgs, KvcacheView
 
 KEY_TILE = 64  # keys per step of the recurrence
@@ -78,7 +79,9 @@ class Plan:
     batch: ForwardBatch
     block_size: int
     window: int
-    work: dict[tuple[int, int, int, torch.dtype, bool], list[Work]] = field(default_factory=dict)
+    work: dict[tuple[int, int, int, torch.dtype, bool, bool], list[Work]] = field(
+        default_factory=dict
+    )
 
 
 class Attention:
@@ -135,12 +138,12 @@ class Attention:
         scale, sinks, cap = scores
         num_rows, num_heads, head_dim = q.shape
         unit, index = view.places[layer]
-        # [kv heads, units, block_size, D]
+        # [kv heads, units, block_size, row width]
         keys, values = view.keys[index], view.values[index]
-        kv_heads = keys.shape[0]
+        kv_heads, coded = keys.shape[0], view.format.coded
         out = q.new_empty((num_rows, num_heads * head_dim))
         unit_map = view.unit_map
-        shape = (kv_heads, num_heads // kv_heads, head_dim, keys.dtype, unit_map is not None)
+        shape = (kv_heads, num_heads // kv_heads, head_dim, q.dtype, coded, unit_map is not None)
         if shape not in plan.work:
             plan.work[shape] = self._work(plan, *shape, q.device)
         units = unit_map.units()[unit] if unit_map is not None else None
@@ -149,6 +152,8 @@ class Attention:
                 q.contiguous(),
                 keys,
                 values,
+                scales_within(keys, view),
+                scales_within(values, view),
                 sinks,
                 out,
                 plan.batch.block_tables,
@@ -174,6 +179,7 @@ class Attention:
                 WINDOW=plan.window,
                 BY_SPLIT=self.batch_invariant,
                 OVERLAPS=self._overlaps,
+                CODES=kind_of(view.format.codes, self._capability(q.device)),
                 num_warps=work.tiling.num_warps,
                 num_stages=work.tiling.num_stages,
                 enable_fp_fusion=False,
@@ -188,13 +194,14 @@ class Attention:
         group: int,
         head_dim: int,
         dtype: torch.dtype,
+        coded: bool,
         indirect: bool,
         device: torch.device,
     ) -> list[Work]:
         batch = plan.batch
         single_rows = len(batch.positions) == len(batch.seq_lens)
         tilings = self._tilings(
-            group, head_dim, dtype, device, indirect=indirect, single_rows=single_rows
+            group, head_dim, dtype, device, coded=coded, indirect=indirect, single_rows=single_rows
         )
         shared = self._shared_items
         if shared is None:
@@ -229,6 +236,7 @@ class Attention:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        coded: bool = False,
         indirect: bool,
         single_rows: bool,
     ) -> list[Launch]:
@@ -245,21 +253,16 @@ class Attention:
         # head_dim 256 on a consumer GPU
         two = 2 if 2 * buffer + OTHER_SHARED <= shared_memory(device) else 1
         if self.batch_invariant:
-            return [
-                Launch(max(32, least), 4 if head_dim <= 128 else 8, _stages(two, indirect=indirect))
-            ]
+            # codes take registers until they are decoded
+            num_warps = 4 if head_dim <= 128 and not coded else 8
+            return [Launch(max(32, least), num_warps, _stages(two, indirect=indirect))]
         short = Launch(
             max(SHORT_LANES, least), 4, _stages(two if head_dim > 64 else 3, indirect=indirect)
         )
         if single_rows:
             return [short]
-        architecture = self._architecture
-        if architecture is None:
-            architecture = (
-                10 * torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 90
-            )
         # products of sm_90 are asynchronous, and Triton adds a buffer for them
-        if architecture == 90:
+        if self._capability(device) == 90:
             return [
                 short,
                 Launch(max(64, least), 4 if head_dim <= 128 else 8, _stages(1, indirect=indirect)),
@@ -269,6 +272,12 @@ class Attention:
             short,
             Launch(max(tall, least), 8, _stages(2 if head_dim <= 128 else 1, indirect=indirect)),
         ]
+
+    def _capability(self, device: torch.device) -> int:
+        """Return ten times the major number of the compute capability."""
+        if self._architecture is not None:
+            return self._architecture
+        return capability_of(device)
 
 
 def _stages(buffers: int, *, indirect: bool) -> int:
@@ -288,11 +297,16 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def _walk_tile(q, keys, values, visible, highest, total, acc, scale, cap, slope):
+def _walk_tile(
+    q, keys, values, key_scales, value_scales, visible, highest, total, acc, scale, cap, slope
+):
     """Process one tile of keys. Maxima are of the unscaled products, or of capped scores. `scale`
-    includes log2(e), for exp2.
+    includes log2(e), for exp2. Codes are multiplied as they are: scales of keys are factors of
+    scores, and those of values of weights.
     """
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    if key_scales is not None:
+        scores = scores * key_scales[None, :]
     if cap is not None:
         # cap * tanh(scaled scores / cap); an infinite power gives the cap
         scores = cap - 2 * cap / (1 + tl.exp2(scores * slope))
@@ -302,6 +316,8 @@ def _walk_tile(q, keys, values, visible, highest, total, acc, scale, cap, slope)
     rescale = tl.exp2((highest - origin) * scale)
     weights = tl.exp2(tl.fma(scores, scale, (-origin * scale)[:, None]))
     total = tl.fma(total, rescale, tl.sum(weights, 1))
+    if value_scales is not None:
+        weights = weights * value_scales[None, :]
     acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
     return higher, total, acc
 
@@ -375,6 +391,8 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     q_ptr,
     keys_ptr,
     values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     sinks_ptr,
     out_ptr,
     tables_ptr,
@@ -400,6 +418,7 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     WINDOW: tl.constexpr,
     BY_SPLIT: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """Process one item and kv head per program. Grid (capacity of the items, kv heads). Programs
     without an item end immediately.
@@ -422,6 +441,9 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     part = tl.load(item_ptr + 7).to(tl.int32)
     keys_ptr += head * head_stride
     values_ptr += head * head_stride
+    if CODES != PLAIN:
+        key_scales_ptr += head * (head_stride // 4)
+        value_scales_ptr += head * (head_stride // 4)
 
     lane = tl.arange(0, LANES)
     row = lane // GROUP
@@ -451,14 +473,39 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
         block = tl.load(tables_ptr + key // BLOCK_SIZE, mask=stored, other=0)
         if units_ptr is not None:
             block = tl.load(units_ptr + block, mask=stored, other=0)
-        at = (block * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * HEAD_DIM + dim
-        keys = tl.load(keys_ptr + at, mask=stored[:, None] & inside, other=0.0)
-        values = tl.load(values_ptr + at, mask=stored[:, None] & inside, other=0.0)
+        if CODES == PLAIN:
+            at = (block * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * HEAD_DIM + dim
+            keys = tl.load(keys_ptr + at, mask=stored[:, None] & inside, other=0.0)
+            values = tl.load(values_ptr + at, mask=stored[:, None] & inside, other=0.0)
+            key_scales, value_scales = None, None
+        else:
+            # a block of a head: the codes of its tokens, then their scales
+            first = block * (BLOCK_SIZE * (HEAD_DIM + 4))
+            at = (first + key % BLOCK_SIZE * HEAD_DIM)[:, None] + dim
+            keys = tl.load(keys_ptr + at, mask=stored[:, None] & inside, other=0)
+            values = tl.load(values_ptr + at, mask=stored[:, None] & inside, other=0)
+            keys, values = decoded(keys, q.dtype, CODES), decoded(values, q.dtype, CODES)
+            place_of = (first + BLOCK_SIZE * HEAD_DIM) // 4 + key % BLOCK_SIZE
+            key_scales = scale_of(tl.load(key_scales_ptr + place_of, mask=stored, other=0.0), CODES)
+            value_scales = scale_of(
+                tl.load(value_scales_ptr + place_of, mask=stored, other=0.0), CODES
+            )
         visible = key[None, :] <= seen
         if WINDOW > 0:
             visible &= key[None, :] > seen - WINDOW
         highest, total, acc = _walk_tile(
-            q, keys, values, visible, highest, total, acc, scale, cap, slope
+            q,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            visible,
+            highest,
+            total,
+            acc,
+            scale,
+            cap,
+            slope,
         )
         if BY_SPLIT:  # noqa: SIM102 - a compile-time condition, unlike the next one
             if (tile + 1) % SPLIT_TILES == 0 or tile + 1 == end_tile:

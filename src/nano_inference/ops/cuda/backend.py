@@ -11,9 +11,19 @@ from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.few_rows import few_rows
 from nano_inference.ops.cuda.lora import GroupedLora, placed
 from nano_inference.ops.cuda.moe import moe
+from nano_inference.ops.cuda.quantised import AlignedWeight, quantised_embedding, quantised_product
 from nano_inference.ops.cuda.rows import embed, gate, rms_norm, rope_and_store
-from nano_inference.ops.interface import Ops, StepAdapters, call, columns
-from nano_inference.ops.reference import backend as reference
+from nano_inference.ops.formats import Format, Stack
+from nano_inference.ops.interface import (
+    Ops,
+    StepAdapters,
+    Weight,
+    call,
+    columns,
+    embed_part,
+)
+from nano_inference.ops.reference.quantised import QuantisedWeight
+from nano_inference.ops.settings import Latent
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.scaling import scaled
@@ -32,13 +42,11 @@ class CudaOps:
         overlaps: If True, rotary embedding and attention start while their predecessor runs.
     """
 
-    embed = staticmethod(embed)
     rms_norm = staticmethod(rms_norm)
     gate = staticmethod(gate)
     moe = staticmethod(moe)
     sample_logits = staticmethod(sampling.draw)
     score_logits = staticmethod(sampling.score)
-    allocate = staticmethod(reference.allocate)
     call = staticmethod(call)
     columns = staticmethod(columns)
     placed = staticmethod(placed)
@@ -53,16 +61,48 @@ class CudaOps:
         self.lora = adapters.lora
         self.step_adapters = StepAdapters(adapters.group, adapters.addresses)
 
+    def embed(
+        self,
+        input_ids: Tensor,
+        weight: Weight,
+        scale: float = 1.0,
+        part: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Implement `Ops.embed` for plain and for quantized weights."""
+        if part is not None:
+            return embed_part(self.embed, input_ids, weight, scale, part)
+        if isinstance(weight, QuantisedWeight):
+            return quantised_embedding(input_ids, weight, scale)
+        assert isinstance(weight, Tensor)
+        return embed(input_ids, weight, scale)
+
+    def allocate(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        latent: Latent | None = None,
+        form: Format | Stack | None = None,
+        segments: tuple[int, ...] | None = None,
+    ) -> Weight:
+        """Implement `Ops.allocate` for the formats `"int8"` and `"fp8"`."""
+        if isinstance(form, Format):
+            return AlignedWeight(shape, dtype, device, form, segments)
+        return torch.empty(shape, dtype=dtype, device=device)
+
     def linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Tensor:
         """Implement `Ops.linear`. Columns are added up in one piece even with segments
-        (`Ops.in_segments` is False).
+        (`Ops.in_segments` is False), unless the weight is quantized.
         """
+        if isinstance(weight, QuantisedWeight):
+            return _coded_product(x, weight, bias)
+        assert isinstance(weight, Tensor)
         if self.batch_invariant:
             return matmul.invariant_product(
                 x, weight, bias, weight.dtype if segments is None else torch.float32
@@ -72,7 +112,10 @@ class CudaOps:
             return product if bias is None else product + bias
         return matmul.product(x, weight, bias)
 
-    def logits(self, hidden: Tensor, weight: Tensor, scale: LogitScale = UNSCALED) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Weight, scale: LogitScale = UNSCALED) -> Tensor:
+        if isinstance(weight, QuantisedWeight):
+            return scaled(_coded_product(hidden, weight), scale)
+        assert isinstance(weight, Tensor)
         if self.batch_invariant:
             whole = matmul.invariant_product(hidden, weight, None, torch.float32)
         else:
@@ -80,14 +123,14 @@ class CudaOps:
         return scaled(whole, scale)
 
     def sample(
-        self, hidden: Tensor, weight: Tensor, scale: LogitScale, batch: SamplingBatch
+        self, hidden: Tensor, weight: Weight, scale: LogitScale, batch: SamplingBatch
     ) -> Draw:
         return sampling.draw(self.logits(hidden, weight, scale), batch)
 
     def gather_logprobs(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Weight,
         scale: LogitScale,
         token_ids: Tensor,
         temperatures: Tensor,
@@ -96,6 +139,14 @@ class CudaOps:
         return torch.cat(
             [sampling.score(self.logits(rows, weight, scale), ids, own) for rows, ids, own in tiles]
         )
+
+
+def _coded_product(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a quantized weight, float32 [N, M]."""
+    if not weight.form.floats:
+        return quantised_product(x, weight, bias)
+    added = None if bias is None else bias.to(weight.dtype)
+    return matmul.invariant_product(x, weight, added, torch.float32)
 
 
 def cuda_ops(*, batch_invariant: bool, overlaps: bool = False) -> Ops:

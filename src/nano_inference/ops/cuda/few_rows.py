@@ -139,12 +139,13 @@ class FewRows:
     def linear(
         self,
         x: Value,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Value:
         """Implement `Ops.linear`, deferred if possible."""
-        if segments is not None:  # one rank's part of a sum is not rounded
+        # one rank's part of a sum is not rounded, nor are products of quantized weights
+        if segments is not None or not isinstance(weight, Tensor):
             return self._ops.linear(self.made(x), weight, bias, segments)
         if isinstance(x, Normed) and x.norm.dtype == weight.dtype and len(x.residual) <= FEW_ROWS:
             return Product(x.residual, x.norm, weight, bias)

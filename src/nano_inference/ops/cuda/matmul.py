@@ -29,6 +29,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from nano_inference.ops.cuda.codes import PLAIN, capability_of, decoded, kind_of, scale_of
+from nano_inference.ops.reference.quantised import QuantisedWeight
+
 COLUMNS = 128  # rows of the weight per tile, n of the wgmma instruction
 # (programs, least): with fewer programs, halve segments as long as they keep `least` elements of k
 SEGMENTED = ((32, 512), (128, 2048))
@@ -93,17 +96,20 @@ def _would_round(weight: Tensor) -> bool:
     return weight.is_cuda and weight.dtype == torch.float32 and not exact
 
 
-def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def invariant_product(
+    x: Tensor, weight: Tensor | QuantisedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Compute x [N, K] @ weight [M, K].T (+ bias) -> [N, M]. A row's bits depend only on that row
     and the weight.
 
     Args:
         x: Rows, rounded to the weight's dtype first.
-        weight: float32, bfloat16 or float16, with adjacent elements in a row.
+        weight: float32, bfloat16 or float16, with adjacent elements in a row, or FP8 codes.
         bias: [M] or None, added before the result is rounded.
         dtype: Dtype of the result. float32 is not rounded.
     """
-    (num_rows, depth), num_columns = x.shape, len(weight)
+    (num_rows, depth), num_columns = x.shape, weight.shape[0]
+    numbers, scales, codes = _parts_of(weight)
     x = x.to(weight.dtype).contiguous()
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
     if out.numel() == 0:
@@ -117,12 +123,13 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
     sums = torch.empty((cut.num_segments, num_rows, num_columns), device=x.device) if split else out
     _product_kernel[num_tiles, cut.num_segments if split else 1](
         x,
-        weight,
+        numbers,
+        scales,
         bias,
         sums,
         num_rows,
         num_columns,
-        weight.stride(0),
+        numbers.stride(0),
         depth,
         cut.segment,
         split,
@@ -134,22 +141,37 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
         GROUP,
         "ieee" if weight.dtype == torch.float32 else "tf32",  # only used for float32
         num_warps=tile.num_warps,
-        num_stages=_num_stages(cut, tile, programs, weight.element_size(), weight.device),
+        CODES=codes,
+        num_stages=_num_stages(cut, tile, programs, weight.dtype.itemsize, x.device),
         enable_fp_fusion=False,
     )
     if split:
         _add_segments_kernel[(triton.cdiv(out.numel(), SUMS),)](
             sums,
+            scales,
             bias,
             out,
             num_columns,
+            numbers.stride(0) // 4,
             out.numel(),
             cut.num_segments,
             bias is not None,
+            codes,
             SUMS,
             enable_fp_fusion=False,
         )
     return out
+
+
+def _parts_of(weight: Tensor | QuantisedWeight) -> tuple[Tensor, Tensor | None, int]:
+    """Return a weight's numbers or codes, [M, K or more], the float32 view in which each row's
+    scale follows its codes, and the kind of codes.
+    """
+    if isinstance(weight, Tensor):
+        return weight, None, PLAIN.value
+    scales = weight.data.view(torch.float32)[:, weight.scales_at // 4 :]
+    codes = kind_of("fp8", capability_of(weight.device))
+    return weight.data.view(torch.int8), scales, codes
 
 
 def tiling(num_columns: int, depth: int, dtype: torch.dtype) -> WeightCut:
@@ -218,9 +240,10 @@ def shared_memory(device: torch.device) -> int:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _product_kernel(
+def _product_kernel(  # noqa: C901 - most conditions are known at compile time
     x_ptr,
     weight_ptr,
+    scales_ptr,  # None, or float32 scales of the weight's rows, which are as far apart as the rows
     bias_ptr,
     out_ptr,  # [N, M], or float32 [segments, N, M] if SPLIT
     num_rows,
@@ -236,6 +259,7 @@ def _product_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """Multiply one tile. Grid (tiles, segments if SPLIT, else 1). Tiles are ordered by groups of
     rows, then columns, then rows of the group.
@@ -264,12 +288,14 @@ def _product_kernel(
         x = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
         if K % DEPTH != 0:
             weight = tl.load(
-                weight_ptrs + k, mask=column_mask[None, :] & (ks[:, None] < K - k), other=0.0
+                weight_ptrs + k, mask=column_mask[None, :] & (ks[:, None] < K - k), other=0
             )
         elif RAGGED:
-            weight = tl.load(weight_ptrs + k, mask=column_mask[None, :], other=0.0)
+            weight = tl.load(weight_ptrs + k, mask=column_mask[None, :], other=0)
         else:
             weight = tl.load(weight_ptrs + k)
+        if CODES != PLAIN:
+            weight = decoded(weight, x.dtype, CODES)
         sums = tl.dot(x, weight, sums, input_precision=PRECISION)
         if not SPLIT and SEGMENT < K:  # noqa: SIM102 (known at compile time, the next one is not)
             if (k + DEPTH) % SEGMENT == 0:
@@ -279,6 +305,9 @@ def _product_kernel(
         total = sums
     elif tl.cdiv(K, DEPTH) * DEPTH % SEGMENT != 0:
         total += sums
+    if CODES != PLAIN and not SPLIT:
+        scale = tl.load(scales_ptr + columns * (weight_stride // 4), mask=column_mask, other=0.0)
+        total *= scale_of(scale, CODES)[None, :]
     if HAS_BIAS:
         total += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     out_rows = rows + tl.program_id(1).to(tl.int64) * num_rows
@@ -291,12 +320,15 @@ def _product_kernel(
 @triton.jit
 def _add_segments_kernel(
     sums_ptr,  # float32 [segments, N, M]
+    scales_ptr,
     bias_ptr,
     out_ptr,  # [N, M]
     num_columns,
+    scale_stride,
     size,  # N * M, small since few tiles are split
     SEGMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add the segments' sums in order. Grid (blocks of N * M elements)."""
@@ -305,6 +337,9 @@ def _add_segments_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for segment in tl.static_range(SEGMENTS):
         total += tl.load(sums_ptr + segment * size + places, mask=mask, other=0.0)
+    if CODES != PLAIN:
+        at = (places % num_columns).to(tl.int64) * scale_stride
+        total *= scale_of(tl.load(scales_ptr + at, mask=mask, other=0.0), CODES)
     if HAS_BIAS:
         total += tl.load(bias_ptr + places % num_columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)

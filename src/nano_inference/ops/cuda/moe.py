@@ -20,8 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nano_inference.ops.cuda.matmul import invariant_product
+from nano_inference.ops.cuda.quantised_experts import quantised_experts
 from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned, gated
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
+from nano_inference.ops.reference.quantised import QuantisedWeight
 
 ROWS = 16  # rows per tile: few, since in a decode step an expert gets about one
 COLUMNS = 64
@@ -85,11 +87,13 @@ def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
     """Implement `MoeSteps.products` in float32."""
     hidden, inner = x.shape[1], experts.down.shape[1]
+    if not len(rows):
+        return torch.empty((0, hidden), dtype=torch.float32, device=x.device)
+    tiles = _tiles(held, experts.num_held)
+    if isinstance(experts.down, QuantisedWeight):
+        return quantised_experts(x, rows, tiles, experts)
     x = aligned(x.to(experts.gate_up.dtype))
     out = torch.empty((len(rows), hidden), dtype=torch.float32, device=x.device)
-    if not len(rows):
-        return out
-    tiles = _tiles(held, experts.num_held)
     between = torch.empty((len(rows), inner), dtype=x.dtype, device=x.device)
     depth = 32 if x.dtype == torch.float32 else 64
     _, gate_up_bias, down_bias = experts.biases or (None, None, None)

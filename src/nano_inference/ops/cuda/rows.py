@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nano_inference.ops.cuda.codes import PLAIN, encoded, is_finite, kind_of, scale_and_inverse
 from nano_inference.ops.interface import KvcacheView, Norm, RopeArgs, embed_part
 from nano_inference.ops.settings import CLAMP, SLOPE
 
@@ -271,7 +272,8 @@ def rope_and_store(
     """
     num_heads, num_kv_heads = rope.num_heads, rope.num_kv_heads
     rows, head_dim = len(qkv), qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-    out = torch.empty((rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    # qkv of a quantized weight is float32
+    out = torch.empty((rows, num_heads, head_dim), dtype=view.format.dtype, device=qkv.device)
     if not rows:
         return out
     qkv = aligned(qkv)
@@ -279,21 +281,30 @@ def rope_and_store(
     k_norm = _norm_arguments(qkv, rope.norms.keys, num_heads, num_kv_heads, head_dim)
     unit, index = view.places[layer]
     unit_map = view.unit_map
-    # [kv heads, units, block_size, D]
+    # [kv heads, units, block_size, row width]
     keys, values = view.keys[index], view.values[index]
+    key_scales, value_scales = scales_within(keys, view), scales_within(values, view)
     half = triton.next_power_of_2(head_dim // 2)
     group = min(triton.next_power_of_2(num_kv_heads), _MOST_HEADS)
     parts = triton.cdiv(num_heads, group) + 2 * triton.cdiv(num_kv_heads, group)
     _rope_kernel[(rows, parts)](
         qkv, aligned(rope.cos), aligned(rope.sin), positions.contiguous(),
         slot_mapping.contiguous(),
-        None if unit_map is None else unit_map.units()[unit], keys, values, out, rope.query_scales,
+        None if unit_map is None else unit_map.units()[unit], keys, values, key_scales,
+        value_scales, out, rope.query_scales,
         *q_norm, *k_norm, keys.stride(0), keys.shape[2], num_heads, num_kv_heads, head_dim,
-        rope.cos.shape[1], rope.interleaved, group, half, overlaps,
+        rope.cos.shape[1], rope.interleaved, group, half, kind_of(view.format.codes), overlaps,
         num_warps=min(max(group * half // 256, 1), 4), enable_fp_fusion=False,
         **overlapping(overlaps),
     )  # fmt: skip
     return out
+
+
+def scales_within(cache: Tensor, view: KvcacheView) -> Tensor | None:
+    """Return the float32 view of a layer's keys or values that holds the scales of codes, or None
+    for plain numbers.
+    """
+    return cache.view(torch.float32) if view.format.coded else None
 
 
 def _norm_arguments(
@@ -368,12 +379,12 @@ def _normed(
 
 @triton.jit
 def _rope_kernel(
-    qkv, cos, sin, positions, slots, units, keys, values, out, query_scales,
-    q_weight, q_factors, q_eps, q_offset, Q_KIND: tl.constexpr, Q_DTYPE: tl.constexpr,
+    qkv, cos, sin, positions, slots, units, keys, values, key_scales, value_scales, out,
+    query_scales, q_weight, q_factors, q_eps, q_offset, Q_KIND: tl.constexpr, Q_DTYPE: tl.constexpr,
     k_weight, k_factors, k_eps, k_offset, K_KIND: tl.constexpr, K_DTYPE: tl.constexpr,
     head_stride, BLOCK_SIZE: tl.constexpr, Q: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     TURNING: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    CODES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Rotate and store some heads of a row. Programs: (rows, groups of queries, then of keys, then
     of values). The first TURNING pairs rotate; the remaining numbers are processed in twos as well.
@@ -442,8 +453,22 @@ def _rope_kernel(
             block = slot // BLOCK_SIZE
             if units is not None:
                 block = tl.load(units + block)
-            within = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * D
             cache = tl.where(is_value, values, keys)
+            if CODES == PLAIN:
+                within = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * D
+                first, second = first.to(keys.dtype.element_ty), second.to(keys.dtype.element_ty)
+            else:
+                block_start = block * (BLOCK_SIZE * (D + 4))
+                within = block_start + slot % BLOCK_SIZE * D
+                first, second = first.to(tl.float32), second.to(tl.float32)
+                finite = tl.min(tl.minimum(is_finite(first), is_finite(second)), axis=1)
+                largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1)
+                scale, inverse = scale_and_inverse(largest, finite, CODES)
+                scales = tl.where(is_value, value_scales, key_scales)
+                at = heads.to(tl.int64) * (head_stride // 4) + (block_start + BLOCK_SIZE * D) // 4
+                tl.store(scales + at + slot % BLOCK_SIZE, scale, mask=heads < KV)
+                first = encoded(first, inverse[:, None], finite[:, None], CODES)
+                second = encoded(second, inverse[:, None], finite[:, None], CODES)
             target = cache + (heads[:, None].to(tl.int64) * head_stride + within)
-            tl.store(target + columns[None, :], first.to(keys.dtype.element_ty), mask=inside)
-            tl.store(target + others[None, :], second.to(keys.dtype.element_ty), mask=inside)
+            tl.store(target + columns[None, :], first, mask=inside)
+            tl.store(target + others[None, :], second, mask=inside)

@@ -83,7 +83,11 @@ def linear(
         sums = torch.cat([quantised_linear(x, part, None) for part in weight.parts], dim=1)
         return sums if bias is None else sums + bias.to(weight.dtype).float()
     if isinstance(weight, QuantisedWeight):
-        return quantised_linear(x, weight, bias)
+        if not weight.form.floats:
+            return quantised_linear(x, weight, bias)
+        codes = weight.codes()
+        sums = linear(x.to(weight.dtype).float(), codes.values()) * codes.scales.T
+        return sums if bias is None else sums + bias.to(weight.dtype).float()
     assert isinstance(weight, Tensor)
     if segments is not None:
         return _linear_of_segments(x, weight, bias, segments)

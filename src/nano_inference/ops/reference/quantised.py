@@ -11,8 +11,6 @@ from nano_inference.ops.formats import Format, bounds_of, groups_of
 from nano_inference.ops.quantised import Codes, encode, packed, product, unpacked, widened
 from nano_inference.ops.stored_rows import count_rows, require_rows
 
-ALIGNMENT = 4  # bytes: scales are read as float32
-
 
 class QuantisedWeight:
     """A weight [rows, columns] in a format of `ops.formats`.
@@ -28,7 +26,10 @@ class QuantisedWeight:
         bounds: Bounds of the segments.
         data: uint8 [rows, bytes of one]: codes (two per byte if they have 4 bits), then scales,
             minima, and the steps of both. Not initialized.
+        alignment: Bytes to whose multiples codes and tables are padded.
     """
+
+    alignment = 4  # scales are read as float32
 
     def __init__(
         self,
@@ -56,6 +57,11 @@ class QuantisedWeight:
     def shape(self) -> torch.Size:
         """Shape [rows, columns]."""
         return torch.Size((self.rows, self.columns))
+
+    @property
+    def scales_at(self) -> int:
+        """Byte offset of the scales in a row."""
+        return self._ends[0]
 
     def numel(self) -> int:
         """Return the number of weights."""
@@ -131,13 +137,16 @@ class QuantisedWeight:
     @property
     def _ends(self) -> list[int]:
         """Byte offsets in a row at which the codes and each table end."""
-        codes = _aligned(-(-self.columns // 2) if self.form.bits == 4 else self.columns)
-        sizes = [_aligned(count * self._scale.itemsize) for count in self._counts]
+        codes = self._aligned(-(-self.columns // 2) if self.form.bits == 4 else self.columns)
+        sizes = [self._aligned(count * self._scale.itemsize) for count in self._counts]
         return list(accumulate(sizes, initial=codes))
+
+    def _aligned(self, size: int) -> int:
+        return -(-size // self.alignment) * self.alignment
 
     def _with(self, data: Tensor) -> "QuantisedWeight":
         shape = (0, self.columns)
-        other = QuantisedWeight(shape, self.dtype, data.device, self.form, self.bounds)
+        other = self.__class__(shape, self.dtype, data.device, self.form, self.bounds)
         other.data = data
         return other
 
@@ -148,7 +157,3 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) ->
     """
     sums = product(x.to(weight.dtype), weight.codes())
     return sums if bias is None else sums + bias.to(weight.dtype).float()
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
