@@ -453,10 +453,10 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "triton_kv_codes_of_several_heads",
         "src/nano_inference/ops/cuda/rows.py",
-        old="                scale, inverse = scale_and_inverse(largest, finite, CODES)",
+        old="        scale, inverse = scale_and_inverse(largest, finite, CODES)",
         new="""\
-                largest = tl.maximum(largest, tl.max(largest, axis=0))
-                scale, inverse = scale_and_inverse(largest, finite, CODES)""",
+        largest = tl.maximum(largest, tl.max(largest, axis=0))
+        scale, inverse = scale_and_inverse(largest, finite, CODES)""",
         seen_by="tests/ops/test_triton_rope.py -k stored_codes",
     ),
     Fault(

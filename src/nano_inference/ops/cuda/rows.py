@@ -453,22 +453,35 @@ def _rope_kernel(
             block = slot // BLOCK_SIZE
             if units is not None:
                 block = tl.load(units + block)
-            cache = tl.where(is_value, values, keys)
-            if CODES == PLAIN:
-                within = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * D
-                first, second = first.to(keys.dtype.element_ty), second.to(keys.dtype.element_ty)
-            else:
-                block_start = block * (BLOCK_SIZE * (D + 4))
-                within = block_start + slot % BLOCK_SIZE * D
-                first, second = first.to(tl.float32), second.to(tl.float32)
-                finite = tl.min(tl.minimum(is_finite(first), is_finite(second)), axis=1)
-                largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1)
-                scale, inverse = scale_and_inverse(largest, finite, CODES)
-                scales = tl.where(is_value, value_scales, key_scales)
-                at = heads.to(tl.int64) * (head_stride // 4) + (block_start + BLOCK_SIZE * D) // 4
-                tl.store(scales + at + slot % BLOCK_SIZE, scale, mask=heads < KV)
-                first = encoded(first, inverse[:, None], finite[:, None], CODES)
-                second = encoded(second, inverse[:, None], finite[:, None], CODES)
-            target = cache + (heads[:, None].to(tl.int64) * head_stride + within)
-            tl.store(target + columns[None, :], first, mask=inside)
-            tl.store(target + others[None, :], second, mask=inside)
+            _store_heads(
+                first, second, keys, values, key_scales, value_scales, is_value, heads,
+                head_stride, block, slot % BLOCK_SIZE, columns, others, inside,
+                BLOCK_SIZE, KV, D, CODES,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_heads(
+    first, second, keys, values, key_scales, value_scales, is_value, heads,
+    head_stride, block, token, columns, others, inside,
+    BLOCK_SIZE: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    """Store heads of a row, as numbers or as codes with a scale for each head (`ops/kv_codes.py`)."""
+    cache = tl.where(is_value, values, keys)
+    starts = heads[:, None].to(tl.int64) * head_stride
+    if CODES == PLAIN:
+        target = cache + (starts + (block * BLOCK_SIZE + token) * D)
+        tl.store(target + columns[None, :], first.to(cache.dtype.element_ty), mask=inside)
+        tl.store(target + others[None, :], second.to(cache.dtype.element_ty), mask=inside)
+    else:
+        one, other = first.to(tl.float32), second.to(tl.float32)
+        finite = tl.min(tl.minimum(is_finite(one), is_finite(other)), axis=1)
+        largest = tl.max(tl.maximum(tl.abs(one), tl.abs(other)), axis=1)
+        scale, inverse = scale_and_inverse(largest, finite, CODES)
+        block_start = block * (BLOCK_SIZE * (D + 4))
+        target = cache + (starts + (block_start + token * D))
+        inverse, finite = inverse[:, None], finite[:, None]
+        tl.store(target + columns[None, :], encoded(one, inverse, finite, CODES), mask=inside)
+        tl.store(target + others[None, :], encoded(other, inverse, finite, CODES), mask=inside)
+        at = heads.to(tl.int64) * (head_stride // 4) + (block_start + BLOCK_SIZE * D) // 4 + token
+        tl.store(tl.where(is_value, value_scales, key_scales) + at, scale, mask=heads < KV)
