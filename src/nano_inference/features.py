@@ -66,7 +66,7 @@ class Asked(NamedTuple):
     but: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        others = "".join(f" other than {value!r}" for value in self.but)
+        others = " other than " + " or ".join(map(repr, self.but)) if self.but else ""
         return " or ".join(_shown(self.name, value) for value in self.values) or self.name + others
 
 

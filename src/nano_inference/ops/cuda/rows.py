@@ -466,7 +466,7 @@ def _store_heads(
     head_stride, block, token, columns, others, inside,
     BLOCK_SIZE: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """Store heads of a row, as numbers or as codes with a scale for each head (`ops/kv_codes.py`)."""
+    """Store heads of a row, as numbers or as codes with a scale a head (`ops/kv_codes.py`)."""
     cache = tl.where(is_value, values, keys)
     starts = heads[:, None].to(tl.int64) * head_stride
     if CODES == PLAIN:
