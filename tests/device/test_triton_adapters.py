@@ -182,7 +182,7 @@ def test_steps_without_adapters_compute_none(
     monkeypatch.setattr("nano_inference.ops.cuda.lora._grouped", None)
     captured = runner(engine)._graphs
     assert captured is not None
-    captured.adapters.kinds = ((),)  # capture only steps without adapters
+    captured.decodes.adapters.kinds = ((),)  # capture only steps without adapters
     (sample,) = engine.generate([PROMPTS[0]], params(None, 1))
     assert repr(bare(sample)) == repr(bare(expected))
     assert runner(engine).num_replays > 2

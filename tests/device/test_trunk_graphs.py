@@ -155,9 +155,10 @@ def test_first_capture_is_the_largest_on_a_gpu(
     engine = build(backend="cuda", max_batch_size=2, max_tokens_per_batch=48)
     graphs: Any = runner(engine)._graphs
     for _ in range(2):
-        assert next(iter(engine.model.recorded[graphs.trunks])) == 48
+        assert next(iter(engine.model.recorded[graphs.trunks]))[0] == 48
         engine.generate([3, 4, 5], params(max_tokens=3))
-        assert list(engine.model.recorded[graphs.trunks]) == [48, 16]
+        captured = engine.model.recorded[graphs.trunks]
+        assert list(captured) == [(48, False), (16, False)]  # without adapters
         engine.model.forget_recorded()
         engine.flush_cache()
         engine.generate([3, 4, 5], params(max_tokens=3))

@@ -207,7 +207,7 @@ class CudaRunner(ModelRunner):
         is_relayed = len(batch.relay_rows) > 0
         return (
             batch.weight_set == POLICY
-            and (not batch.adapters or graphs.adapters.any)
+            and (not batch.adapters or graphs.decodes.adapters.any)
             and batch.block_tables.shape[1] <= graphs.decodes.max_blocks
             and (not is_relayed or self._newest is self._results.token_ids)
         )

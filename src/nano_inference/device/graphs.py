@@ -227,7 +227,7 @@ class DecodeGraphs:
         max_blocks: int,
     ) -> None:
         self.model, self.storage, self.results = model, storage, results
-        self._adapters = adapters
+        self.adapters = adapters
         self.largest = largest = results.largest
         self.sizes = graph_sizes(largest)
         self.max_blocks = max_blocks
@@ -242,7 +242,7 @@ class DecodeGraphs:
         graph = self._graphs(size)[bool(batch.adapters)]
         if self.storage.unit_map is not None:
             self.storage.unit_map.units()  # updates the map that the graph reads
-        graph.inputs.write(batch, self._uploads, self._adapters.addresses(batch))
+        graph.inputs.write(batch, self._uploads, self.adapters.addresses(batch))
         graph.forward.replay()
         return graph, graph.forward.output[: len(batch.input_ids)]
 
@@ -262,7 +262,7 @@ class DecodeGraphs:
         before = self.results.buffer.clone()
         pool, graphs = pool_of(self.model, self._queue), self.model.recorded.setdefault(self, {})
         for size in sorted(set(sizes) - set(graphs), reverse=True):
-            kinds = self._adapters.kinds
+            kinds = self.adapters.kinds
             graphs[size] = tuple(self._capture_one(size, pool, adapters) for adapters in kinds)
         self.results.buffer.copy_(before)
 
@@ -284,7 +284,7 @@ class DecodeGraphs:
 
         def forward() -> Tensor:
             relay_tokens(inputs.batch.input_ids, inputs.relay_sources, results.token_ids)
-            batch = self._adapters.grouped(inputs.batch)
+            batch = self.adapters.grouped(inputs.batch)
             if few_rows is not None:
                 return few_rows(model.trunk, batch, view)
             return model.trunk(model.ops, batch, view)

@@ -50,7 +50,6 @@ class StepGraphs(NamedTuple):
 
     decodes: DecodeGraphs
     trunks: TrunkGraphs
-    adapters: CapturedAdapters
 
     def capture_at_start(self) -> None:
         """Capture all decodes, and the largest trunk, into whose memory all others fit."""
@@ -100,5 +99,4 @@ def graphs_of(
             max_chunks=limits.chunks,
             max_blocks=limits.blocks,
         ),
-        adapters,
     )
