@@ -43,7 +43,7 @@ _PREFIX, _LOCK, _COMMON_LOCK = "nano-kept-", "lock", "nano-kept.lock"
 _OWN = re.compile(_PREFIX + "[0-9a-f]{32}")
 _PATIENCE = 10.0  # seconds to wait for the common lock, which is held only briefly
 _PAUSE = 30.0  # seconds without writes after a failed write
-_MAGIC = b"nano-kv1"
+_MAGIC = b"nano-kv2"
 _DIGEST = 32
 _FARTHEST = 3600.0  # maximum seconds of a timer
 
