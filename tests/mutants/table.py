@@ -622,8 +622,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "merged_rounded_twice",
         "src/nano_inference/engine/adapters.py",
-        old="return (weight.float() + added * part.scale).to(weight.dtype)",
-        new="return weight + (added * part.scale).half().to(weight.dtype)",
+        old="return (weight.float() + added * pair.scale).to(weight.dtype)",
+        new="return weight + (added * pair.scale).half().to(weight.dtype)",
         seen_by="tests/engine/test_merging.py -k unmerge_restores",
     ),
     Fault(
@@ -1154,8 +1154,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "adapter_rows_as_the_checkpoint_has_them",
         "src/nano_inference/checkpoints/lora.py",
-        old="a, b = (a, take(b)) if axis == 0 else (take(a), b)",
-        new="a, b = (a, b) if axis == 0 else (take(a), b)",
+        old="        return pair._replace(b=target.slot.take(pair.b))",
+        new="        return pair",
         seen_by="tests/checkpoints/test_lora.py -k 'peft and next'",
     ),
     Fault(

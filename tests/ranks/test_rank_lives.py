@@ -23,7 +23,6 @@ from nano_inference import (
 from nano_inference.ranks import shard
 from nano_inference.ranks.shard import Shard
 from nano_inference.ranks.sharing import StagedUpdates
-from nano_inference.rl import LoraPolicy
 from nano_inference.rl.replayer import Replayer
 from nano_inference.types import KvPolicy
 from tests.models.tiny import tiny_model
@@ -143,8 +142,6 @@ def test_update_rejected_by_one_rank_changes_no_rank(
 
 
 def test_operations_on_the_whole_model_are_rejected(pair: InferenceEngine) -> None:
-    with pytest.raises(InvalidRequest, match="LoraPolicy is not possible with several ranks"):
-        LoraPolicy(pair)
     with pytest.raises(InvalidRequest, match="replay is not possible with several ranks"):
         Replayer(pair)
 
