@@ -8,7 +8,7 @@ new tokens and new blocks are sent.
 from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -17,15 +17,18 @@ from nano_inference.core.apply import Applied
 from nano_inference.core.batch import BatchBuilder, Chunks
 from nano_inference.core.decision import SchedulerOutput
 from nano_inference.core.named_ids import prompt_targets
-from nano_inference.core.sequence import CheckedRequest, Sequence, Sequences, SequenceStatus
+from nano_inference.core.sequence import (
+    CheckedRequest,
+    Sequence,
+    Sequences,
+    SequenceStatus,
+    ServedAdapter,
+)
 from nano_inference.kv_cache.sliding_window import UnitPool
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.sampling.sampling_batch import Masks
 from nano_inference.sampling.tensors import TORCH, SamplingBatch
 from nano_inference.types import SamplingParams
-
-if TYPE_CHECKING:
-    from nano_inference.ranks.adapters import HeldAdapters, SentAdapters
 
 _REALS = [each.name for each in fields(SamplingParams) if isinstance(each.default, float)]
 _FORGET = 64  # ended sequences that may accumulate before a step reports them
@@ -92,6 +95,30 @@ class Draw(msgspec.Struct, tag="draw", frozen=True):
     masks: list[tuple[int, bytes]] = []
 
 
+class NumberedAdapters(Protocol):
+    """Rank 0's numbers of the adapters that the workers hold (`ranks/adapters.py`)."""
+
+    def number(self, adapter: ServedAdapter | None) -> int:
+        """Return the number of an adapter in messages."""
+        ...
+
+    def take_removed(self) -> list[int]:
+        """Return the numbers of the adapters that the workers can drop, each once."""
+        ...
+
+
+class AdaptersByNumber(Protocol):
+    """A worker's adapters (`ranks/adapters.py`)."""
+
+    def get(self, number: int) -> ServedAdapter | None:
+        """Return an adapter by its number in messages."""
+        ...
+
+    def drop(self, number: int) -> ServedAdapter | None:
+        """Drop and return an adapter, if it is here."""
+        ...
+
+
 class StepSender:
     """Rank 0's end, which builds the messages of steps.
 
@@ -105,7 +132,7 @@ class StepSender:
         self,
         block_size: int,
         units: UnitPool | None = None,
-        adapters: "SentAdapters | None" = None,
+        adapters: NumberedAdapters | None = None,
     ) -> None:
         self._block_size, self._units, self._adapters = block_size, units, adapters
         self._known: dict[int, int] = {}  # number of tokens known to the workers, by sequence
@@ -218,7 +245,7 @@ class StepReplay:
         self,
         block_size: int,
         units: UnitPool | None = None,
-        adapters: "HeldAdapters | None" = None,
+        adapters: AdaptersByNumber | None = None,
     ) -> None:
         self._block_size, self._units, self._adapters = block_size, units, adapters
         self._sequences = Sequences()
