@@ -14,7 +14,7 @@ FACTS = {
     LOCKSTEP: "engines in lockstep",
     SHARED: "several ranks",
     "heads": "`draft_model` with heads",
-    "whole_model": "`embed`, `replay`, `LoraPolicy`, `DraftTrainer`, scoring of targets",
+    "whole_model": "`embed`, `replay`, `DraftTrainer`, scoring of targets",
     "beside_policy": "weights of a model other than the policy",
 }
 
@@ -51,7 +51,9 @@ def _line(row: Row) -> str:
 def _named(asked: Asked) -> str:
     if asked.name in FACTS:
         return FACTS[asked.name]
-    others = "".join(f" other than `{value!r}`" for value in asked.but)
+    others = (
+        " other than " + " or ".join(f"`{value!r}`" for value in asked.but) if asked.but else ""
+    )
     names = str(asked._replace(but=())).split(" or ")
     return ", ".join(f"`{each}`" for each in names) + others
 

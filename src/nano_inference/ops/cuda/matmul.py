@@ -239,6 +239,26 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
+@triton.jit
+def tile_of_program(
+    num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr
+):
+    """Return the rows and columns of a program's tile, int64 [ROWS] and [COLUMNS].
+
+    Tiles are ordered by groups of `GROUP` tiles of rows, then columns, then rows of the group.
+    """
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    group_tiles = GROUP * tl.cdiv(num_columns, COLUMNS)
+    first_row_tile = tl.program_id(0) // group_tiles * GROUP
+    height = tl.minimum(row_tiles - first_row_tile, GROUP)
+    row_tile = first_row_tile + tl.program_id(0) % group_tiles % height
+    column_tile = tl.program_id(0) % group_tiles // height
+
+    rows = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = column_tile.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    return rows, columns
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(  # noqa: C901 - most conditions are known at compile time
     x_ptr,
@@ -261,18 +281,8 @@ def _product_kernel(  # noqa: C901 - most conditions are known at compile time
     PRECISION: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """Multiply one tile. Grid (tiles, segments if SPLIT, else 1). Tiles are ordered by groups of
-    rows, then columns, then rows of the group.
-    """
-    row_tiles = tl.cdiv(num_rows, ROWS)
-    group_tiles = GROUP * tl.cdiv(num_columns, COLUMNS)
-    first_row_tile = tl.program_id(0) // group_tiles * GROUP
-    height = tl.minimum(row_tiles - first_row_tile, GROUP)
-    row_tile = first_row_tile + tl.program_id(0) % group_tiles % height
-    column_tile = tl.program_id(0) % group_tiles // height
-
-    rows = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = column_tile.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    """Multiply one tile. Grid (tiles, segments if SPLIT, else 1)."""
+    rows, columns = tile_of_program(num_rows, num_columns, ROWS, COLUMNS, GROUP)
     row_mask, column_mask = rows < num_rows, columns < num_columns
     ks = tl.arange(0, DEPTH)
     x_ptrs = x_ptr + rows[:, None] * K + ks[None, :]

@@ -30,7 +30,7 @@ from nano_inference.ops.cuda.codes import (
     scale_and_inverse,
     scale_of,
 )
-from nano_inference.ops.cuda.matmul import GROUP
+from nano_inference.ops.cuda.matmul import GROUP, tile_of_program
 from nano_inference.ops.cuda.rows import aligned, whole_row
 from nano_inference.ops.reference.quantised import QuantisedWeight
 
@@ -236,15 +236,7 @@ def _product_kernel(
     GROUP: tl.constexpr,
 ):
     """Multiply one tile. Grid (tiles,), in groups of tiles of rows that share tiles of columns."""
-    row_tiles = tl.cdiv(num_rows, ROWS)
-    group_tiles = GROUP * tl.cdiv(num_columns, COLUMNS)
-    first_row_tile = tl.program_id(0) // group_tiles * GROUP
-    height = tl.minimum(row_tiles - first_row_tile, GROUP)
-    row_tile = first_row_tile + tl.program_id(0) % group_tiles % height
-    column_tile = tl.program_id(0) % group_tiles // height
-
-    rows = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = column_tile.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    rows, columns = tile_of_program(num_rows, num_columns, ROWS, COLUMNS, GROUP)
     row_mask, column_mask = rows < num_rows, columns < num_columns
     ks = tl.arange(0, DEPTH)
     total = whole_product(
