@@ -17,10 +17,10 @@ SHARE_OF_OTHERS = 0.02  # of a card's memory: less is the driver's own
 
 @dataclass(frozen=True)
 class Requirement:
-    """One thing that the CUDA backend needs.
+    """Package or program that the CUDA backend needs.
 
     Attributes:
-        name: Name of the thing.
+        name: Its name.
         value: Its version or path, or "none".
         problem: Reason why it does not suffice. None: it does.
     """

@@ -112,7 +112,10 @@ def check_offer(offer: Offer) -> None:
         _check_storage(storage)
     for tensor in offer.tensors:
         if not 0 <= tensor.storage < len(offer.storages):
-            raise WeightUpdateError(f"{tensor.name!r} names storage {tensor.storage}.")
+            raise WeightUpdateError(
+                f"{tensor.name!r} names storage {tensor.storage} of {len(offer.storages)}; count "
+                "storages from 0."
+            )
 
 
 def check_place(tensor: SharedTensor, itemsize: int, storage: SharedStorage) -> None:

@@ -96,8 +96,8 @@ class HeldAdapters:
         self._received.setdefault(number, {})[key] = pair
 
     def make(self, number: int, name: str, version: int) -> None:
-        """Make an adapter of the received matrices, of which there are none on a stage that it does
-        not adapt. Raises `AdapterError`.
+        """Make an adapter of the received matrices. A stage that it does not adapt has received
+        none. Raises `AdapterError`.
         """
         # B has the rows of this rank only, as `own_pair` has cut it
         pairs = self._received.pop(number, {})

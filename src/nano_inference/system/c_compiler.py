@@ -12,7 +12,7 @@ def c_compiler() -> str | None:
 
 
 def compiler_problem() -> str | None:
-    """Return a sentence on missing parts that Triton builds launchers with. None: all are there."""
+    """Return the reason why Triton cannot build launchers. None: it can."""
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     there = (("C compiler", c_compiler()), (str(header), header.exists()))
     lacks = [name for name, found in there if not found]

@@ -153,6 +153,6 @@ def id_in(content: bytes) -> bytes:
         value = state[1] if isinstance(state, tuple) and len(state) == 2 else None
     if not isinstance(value, bytes) or len(value) != UNIQUE_ID_BYTES:
         raise WeightUpdateError(
-            f"{what} must be {UNIQUE_ID_BYTES} bytes, in a ncclUniqueId of vLLM's PyNccl or alone."
+            f"{what} must be {UNIQUE_ID_BYTES} bytes, plain or in an ncclUniqueId of vLLM's PyNccl."
         )
     return value
