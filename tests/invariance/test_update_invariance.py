@@ -27,6 +27,7 @@ from tests.invariance.test_schedule_invariance import (
     DTYPES,
     VALUES_PER_TOKEN,
     bytes_per_token,
+    on,
     opening_ids,
     schedules_and_codes,
 )
@@ -213,7 +214,7 @@ def check(
 def test_replay_reproduces_every_sample(
     model: Path, dtype: str, backend: Any, work: list[Ask], events: list[Event], schedule: Schedule
 ) -> None:
-    check(model, dtype, work, events, replace(schedule, backend=backend))
+    check(model, dtype, work, events, on(backend, schedule))
 
 
 @pytest.mark.slow
@@ -227,7 +228,7 @@ def test_replay_reproduces_every_sample(
 def test_replay_reproduces_every_sample_in_many_lives(
     model: Path, backend: Any, work: list[Ask], events: list[Event], schedule: Schedule
 ) -> None:
-    check(model, "bfloat16", work, events, replace(schedule, backend=backend))
+    check(model, "bfloat16", work, events, on(backend, schedule))
 
 
 @pytest.mark.thorough(but=["radix-1"])

@@ -202,8 +202,8 @@ def test_fp8_products_agree_with_the_reference(
         part = invariant_product(x[few], weight, bias, torch.float32)
     assert torch.equal(part, result[few])
     numbers = weight.codes().numbers().double()
-    sizes = x.double().abs() @ numbers.abs().T
-    assert bool(((result - reference.linear(x, weight, bias)).abs() <= sizes * 1e-6 + 1e-6).all())
+    terms = x.double().abs() @ numbers.abs().T + (0 if bias is None else bias.double().abs())
+    assert bool(((result - reference.linear(x, weight, bias)).abs() <= terms * 1e-6).all())
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
