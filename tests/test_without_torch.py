@@ -93,6 +93,17 @@ def main():
 if __name__ == "__main__":
     main()
 """,
+    "extras": """
+from nano_inference.errors import ConfigError
+
+for options, extra in (({"device": "cuda"}, "gpu"), ({"backend": "reference"}, "train")):
+    try:
+        InferenceEngine(EngineConfig(folder, **small, **options))
+    except ConfigError as error:
+        assert f"pip install 'nano-inference[{extra}]'" in str(error), error
+    else:
+        raise AssertionError(f"an engine with {options} was built")
+""",
     "no compiler": """
 import os, tempfile
 from nano_inference.errors import ConfigError

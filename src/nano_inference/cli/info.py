@@ -112,7 +112,7 @@ def _gpus(*, as_json: bool) -> None:
     """Print the cards and requirements. Exit with 1 if no card can be used."""
     from nano_inference.device.backends import require_torch
 
-    require_torch("a GPU")
+    require_torch("a GPU", extra="gpu")
     from nano_inference.device.gpu_report import find_gpus
 
     report = find_gpus()

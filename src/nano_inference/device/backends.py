@@ -63,7 +63,7 @@ def _runs_on_host(config: EngineConfig) -> bool:
 def _finds_cuda() -> bool:
     """Return True if torch finds a GPU. Log the reason if it does not use an existing one."""
     reason = (
-        "the CUDA kernels need torch, which is not installed; pip install 'nano-inference[train]'."
+        "the CUDA kernels need torch, which is not installed; pip install 'nano-inference[gpu]'."
     )
     if _has_torch():
         import torch
@@ -89,7 +89,7 @@ def choose_device(name: str) -> Device:
 
     Raise `ConfigError` without torch or, with torch's reason, without CUDA.
     """
-    torch = require_torch()
+    torch = require_torch(extra="gpu" if name.startswith("cuda") else "train")
     if name == "auto":
         return torch.device("cuda" if _finds_cuda() else "cpu")
     device = torch.device(name)
@@ -104,14 +104,16 @@ def choose_device(name: str) -> Device:
     return device
 
 
-def require_torch(what: str = "this engine") -> Any:
-    """Return the module torch. Raise `ConfigError` if it is not installed. `what` needs it."""
+def require_torch(what: str = "this engine", extra: str = "train") -> Any:
+    """Return the module torch. Raise `ConfigError` if it is not installed. `what` needs it, and
+    the extra `extra` brings it.
+    """
     try:
         import torch
     except ModuleNotFoundError:
         raise ConfigError(
             f"{what} needs torch, which is not installed: only the CPU kernels on one rank run "
-            "without it; pip install 'nano-inference[train]'."
+            f"without it; pip install 'nano-inference[{extra}]'."
         ) from None
     return torch
 
