@@ -226,6 +226,23 @@ def training(
 
 
 @app.command()
+def training_memory(
+    model: Model = "smollm2-135m",
+    lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = "1024,4096",
+    peers: Annotated[str, typer.Option(help="Dtypes of transformers.")] = "float32",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """Measure the peak memory of a trainer's step on one long sequence."""
+    from benchmarks.training_memory import measure
+
+    options = Options(model, dtype, "auto", None, 1)
+    asked = names(peers, ("float32", "bfloat16")) if peers else ()
+    tokens = tuple(int(part) for part in lengths.split(","))
+    write("training_memory", measure(options, tokens, asked), asdict(options), out, model)
+
+
+@app.command()
 def trees(
     model: Model = "smollm2-135m",
     repeats: Repeats = 3,

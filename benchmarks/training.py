@@ -83,16 +83,19 @@ def _ours(policy: PolicyModel | LoraPolicy) -> Step:
     return step
 
 
-def _theirs(model: str, dtype: str) -> Step:
+def transformers_model(model: str, dtype: str) -> Any:
+    """Return the model as a module of transformers."""
     from transformers import AutoModelForCausalLM
 
     path, options = str(model_path(model)), dict[str, Any]()
     if model in EMBEDDED_MODELS:
         file = next(model_path(model).glob("*.gguf"), None)
         options = {"gguf_file": file.name} if file is not None else {}
-    theirs: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), **options
-    ).train()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **options)
+
+
+def _theirs(model: str, dtype: str) -> Step:
+    theirs = transformers_model(model, dtype).train()
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.0, foreach=False)
 
     def step(sequences: list[list[int]]) -> tuple[float, float, float]:
