@@ -1411,6 +1411,27 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/ops/test_cpu_gradients.py -k logit",
     ),
     Fault(
+        "route_gradient_omits_the_sum_of_weights",
+        "src/nano_inference/ops/cpu/kernels/gradient_experts.cpp",
+        old="const double less = s.is_sum ? sum / s.divisor : 0;",
+        new="const double less = 0;",
+        seen_by="tests/ops/test_cpu_gradients.py -k route",
+    ),
+    Fault(
+        "experts_get_gradients_without_their_weight",
+        "src/nano_inference/rl/backward/experts.py",
+        old="d_y = d_rows * factors[own.rows, own.places, None]",
+        new="d_y = d_rows.clone()",
+        seen_by="tests/rl/backward -k gradients_of_experts",
+    ),
+    Fault(
+        "router_gets_no_gradient_of_a_shared_expert",
+        "src/nano_inference/rl/backward/experts.py",
+        old="d_factors[:, -1] = kernels.row_products(d_out, shared.out)",
+        new="d_factors[:, -1] = 0",
+        seen_by="tests/rl/backward -k gradients_of_experts",
+    ),
+    Fault(
         "optimizer_omits_the_correction_of_its_first_steps",
         "src/nano_inference/ops/cpu/kernels/adamw.cpp",
         old="vset(p.root_divisor)",

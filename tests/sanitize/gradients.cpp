@@ -163,6 +163,25 @@ void logits(Digest& all) {
   });
 }
 
+void routes(Digest& all) {
+  const int64_t n = 1 + below(20), per_token = 1 + below(4), count = per_token + below(70), shared = below(3), columns = count + (shared == 2);
+  const auto z = numbers<float>(n * columns, 3.f), d = numbers<float>(n * (per_token + 1));
+  std::vector<int64_t> ids;
+  for (int64_t i = 0; i < n; i++)
+    for (int64_t k = 0; k < per_token; k++) ids.push_back(count - per_token + k);
+  for (int64_t kind = 0; kind < 4; kind++)
+    by_threads("routes", all, [&](int64_t threads) {
+      auto weights = room<float>(n * (per_token + (shared != 0))), d_z = room<float>(n * columns), sums = room<float>(n);
+      RouteGradient job{z.data(), ids.data(), weights.data(), nullptr, d_z.data(), n, count, columns, per_token, kind % 2, kind / 2, shared, threads,
+                        1.5f, 1e-3f};
+      nano_route_gradient(&job);
+      job.d_weights = d.data();
+      nano_route_gradient(&job);
+      nano_row_products(z.data(), d_z.data(), n, columns, sums.data(), threads);
+      return joined({weights, d_z, sums});
+    });
+}
+
 template <class T>
 void optimizer(Digest& all) {
   const int64_t count = 1 + below(9000);
@@ -185,4 +204,4 @@ void round(Digest& all) { products<T>(all), rows<T>(all), attention<T>(all), opt
 
 }  // namespace
 
-void gradients_round(nano::Digest& all) { round<bf16>(all), round<float>(all), logits(all); }
+void gradients_round(nano::Digest& all) { round<bf16>(all), round<float>(all), logits(all), routes(all); }

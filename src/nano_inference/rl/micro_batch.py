@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nano_inference.models.spec.experts import MoeSpec
 from nano_inference.sampling.sampling_batch import mask_columns
 from nano_inference.sampling.tensors import TORCH
 
@@ -75,6 +76,28 @@ class MicroBatch:
         moved = {name: value.to(device) for name, value in _tensors(self).items()}
         segments = tuple(replace(each, path=each.path.to(device)) for each in self.segments)
         return replace(self, segments=segments, **moved)
+
+    def experts_by_layer(self, moe: MoeSpec | None) -> dict[int, Tensor]:
+        """Return the engine's choice of experts by layer: [N, K], rising in each row.
+
+        Raises `RuntimeError` if there is no choice for each row and layer.
+        """
+        if moe is None:
+            return {}
+        shape = (len(self.token_ids), sum(moe.layers), moe.experts_per_token)
+        routes = self.routes
+        if routes is None or tuple(routes.shape) != shape:
+            actual = None if routes is None else tuple(routes.shape)
+            raise RuntimeError(
+                f"the engine's choice of experts has shape {actual}; the rows need {shape}."
+            )
+        rising = bool((routes.diff(dim=-1) > 0).all()) and bool(
+            ((routes >= 0) & (routes < moe.num_experts)).all()
+        )
+        if not rising:
+            raise RuntimeError("the engine's choice of experts is missing or invalid for a row.")
+        mixed = [layer for layer, has_experts in enumerate(moe.layers) if has_experts]
+        return dict(zip(mixed, routes.unbind(1), strict=True))
 
 
 def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterator[MicroBatch]:

@@ -147,7 +147,7 @@ class TorchDecoder:
     def hidden(self, params: Mapping[str, Any], embedded: Tensor, batch: MicroBatch) -> Tensor:
         """Compute rows after the last norm, in `dtype`: embedded float32 [N, H] -> [N, H]."""
         spec = self.spec
-        routes = self._routes(batch)
+        routes = batch.experts_by_layer(spec.moe)
         if spec.bare_norms:
             params = {**params, **self._bare_norms(embedded)}
         residual = self._normed(embedded, params["norm"]) if spec.embed_norm else embedded
@@ -362,29 +362,6 @@ class TorchDecoder:
             added = y[:, first:end].float() + functional.linear(x.float(), a) * scale @ b
             y = torch.cat((y[:, :first], added.to(y.dtype), y[:, end:]), dim=1)
         return y
-
-    def _routes(self, batch: MicroBatch) -> dict[int, Tensor]:
-        """Return the engine's choice of experts by layer: [N, K], ascending in each row.
-
-        Raises `RuntimeError`.
-        """
-        moe = self.spec.moe
-        if moe is None:
-            return {}
-        shape = (len(batch.token_ids), sum(moe.layers), moe.experts_per_token)
-        routes = batch.routes
-        if routes is None or tuple(routes.shape) != shape:
-            actual = None if routes is None else tuple(routes.shape)
-            raise RuntimeError(
-                f"the engine's choice of experts has shape {actual}; the rows need {shape}."
-            )
-        rising = bool((routes.diff(dim=-1) > 0).all()) and bool(
-            ((routes >= 0) & (routes < moe.num_experts)).all()
-        )
-        if not rising:
-            raise RuntimeError("the engine's choice of experts is missing or invalid for a row.")
-        mixed = [layer for layer, has_experts in enumerate(moe.layers) if has_experts]
-        return dict(zip(mixed, routes.unbind(1), strict=True))
 
     def _experts(
         self,

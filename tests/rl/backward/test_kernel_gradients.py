@@ -24,8 +24,8 @@ from tests.ops.cpu_kernels import available, instruction_set
 from tests.rl.training import SEQUENCES, build, coefficients, gradients, weighted_sum
 
 pytestmark = NEEDS_COMPILER
-# the others have experts, or normed embeddings
-COVERED = [family for family in FAMILIES if family not in ("mixtral", "nanochat")]
+COVERED = [family for family in FAMILIES if family != "nanochat"]  # which has normed embeddings
+EXPERTS = ("qwen2-moe", "olmoe", "gpt-oss", "glm4-moe", "granite-moe-shared", "ernie4.5-moe")
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
@@ -55,6 +55,38 @@ def test_gradients_of_covered_families_equal_torch(
             model = PolicyModel(engine, micro_batch_tokens=64, gradient_dtype=products)
             assert model.gradients == "kernels"
             assert 0 < worst(gradients(model, temperature=0.8), theirs) < error
+
+
+@pytest.mark.thorough(but=["glm4-moe", "gpt-oss"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_gradients_of_experts_equal_torch(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared experts, gates, biases, softmax and sigmoid, dense layers, windows and sinks."""
+    case = CASES[family]
+    strong_model(tmp_path, case.class_name, **case.config)
+    with build(tmp_path, dtype="float32") as engine:
+        model = PolicyModel(engine, micro_batch_tokens=64)
+        assert model.gradients == "kernels"
+        ours = gradients(model, temperature=0.8)
+        theirs = by_torch(model, monkeypatch, temperature=0.8)
+    unchosen = {name for name, grad in theirs.items() if not grad.any()}  # by any row
+    assert unchosen == {name for name, grad in ours.items() if not grad.any()}
+    for name in theirs.keys() - unchosen:
+        assert float((ours[name] - theirs[name]).norm() / theirs[name].norm()) < 2e-5, name
+
+
+@DTYPES
+def test_instruction_sets_agree_on_gradients_of_experts(tmp_path: Path, dtype: str) -> None:
+    case = CASES["qwen2-moe"]  # a shared expert with a gate
+    strong_model(tmp_path, case.class_name, **case.config)
+    results: list[dict[str, Tensor]] = []
+    for number, name in enumerate(available("pairs")):
+        with instruction_set(name), build(tmp_path, dtype=dtype) as engine:
+            model = PolicyModel(engine, micro_batch_tokens=64, num_workers=1 + number % 3)
+            results.append(gradients(model))
+    for other in results[1:]:
+        assert all(torch.equal(other[name], grad) for name, grad in results[0].items())
 
 
 @DTYPES

@@ -6,17 +6,19 @@ are float32. No bit depends on the number of threads or on the instruction set.
 
 import ctypes
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nano_inference.arrays import Dtype, Tensor, dtype_name, has_dtype, namespace
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.operations import GATES, NormWeight
 from nano_inference.ops.cpu.weights import DTYPES, LANES
 from nano_inference.ops.interface import Norm
+from nano_inference.ops.settings import Routing
 
 GradientProduct, RotatedHeads = struct("GradientProduct"), struct("RotatedHeads")
 NormGradient, AttentionGradient = struct("NormGradient"), struct("AttentionGradient")
 LogitGradient, AdamStep = struct("LogitGradient"), struct("AdamStep")
+RouteGradient = struct("RouteGradient")
 SPARE = 16  # numbers between rows of a turned matrix, as in kernels/gradient_attention.cpp
 MAX_HEAD_DIM = 576  # as in kernels/kv_store.h
 _BLOCK = 4096  # numbers of a sum of squares, as in kernels/adamw.cpp
@@ -80,6 +82,19 @@ class LogitRule(NamedTuple):
     divisor: float
     cap: float
     temperature: float
+
+
+class RouteShape(NamedTuple):
+    """Routing of a layer of experts, and whether a shared expert has the weight 1 or a gate."""
+
+    num_experts: int
+    routing: Routing
+    shared: Literal["none", "plain", "gated"]
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights of a row: its experts and the shared one."""
+        return self.routing.per_token + (self.shared != "none")
 
 
 class AdamRule(NamedTuple):
@@ -336,6 +351,46 @@ class GradientKernels:
         )
         self.kernels.nano_logit_gradient(ctypes.addressof(entry))
 
+    def route_weights(self, logits: Tensor, ids: Tensor, shape: RouteShape) -> Tensor:
+        """Return the weights of each row's experts, and of the shared one if there is one.
+
+        Args:
+            logits: Router's logits, float32 [N, E], and one more for a shared expert's gate.
+            ids: Experts of each row, int64 [N, K], rising.
+            shape: Routing of the layer.
+        """
+        xp = namespace(logits)
+        weights = xp.empty((len(ids), shape.num_weights), dtype=xp.float32)
+        entry = self._route(logits, ids, shape)
+        entry.weights = weights.data_ptr()
+        self.kernels.nano_route_gradient(ctypes.addressof(entry))
+        return weights
+
+    def route_gradient(
+        self, logits: Tensor, ids: Tensor, shape: RouteShape, d_weights: Tensor
+    ) -> Tensor:
+        """Differentiate `route_weights` with respect to the logits: float32 like `logits`."""
+        xp = namespace(logits)
+        if not has_dtype(d_weights, "float32") or not d_weights.is_contiguous():
+            raise ValueError(f"gradients must be contiguous float32; got {d_weights.dtype}.")
+        d_logits = xp.empty(logits.shape, dtype=xp.float32)
+        entry = self._route(logits, ids, shape)
+        entry.d_weights, entry.d_logits = d_weights.data_ptr(), d_logits.data_ptr()
+        self.kernels.nano_route_gradient(ctypes.addressof(entry))
+        return d_logits
+
+    def row_products(self, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply each row of `a` by the same row of `b`, float32 [N, C]: the sums [N]."""
+        xp = namespace(a)
+        rows, columns = _matrix(a, xp.float32)
+        if _matrix(b, xp.float32) != (rows, columns):
+            raise ValueError(f"rows {tuple(a.shape)} do not fit rows {tuple(b.shape)}.")
+        out = xp.empty((rows,), dtype=xp.float32)
+        self.kernels.nano_row_products(
+            *(a.data_ptr(), b.data_ptr(), rows, columns, out.data_ptr(), self.num_threads)
+        )
+        return out
+
     def adam_step(
         self, param: Tensor, gradient: Tensor, moments: Mapping[str, Tensor], rule: AdamRule
     ) -> None:
@@ -365,6 +420,33 @@ class GradientKernels:
         blocks = (ctypes.c_double * max(1, -(-x.numel() // _BLOCK)))()
         return self.kernels.nano_sum_of_squares(
             *(x.data_ptr(), x.numel(), self.is_bf16, blocks, self.num_threads)
+        )
+
+    def _route(self, logits: Tensor, ids: Tensor, shape: RouteShape) -> Any:
+        rows, columns = _matrix(logits, namespace(logits).float32)
+        routing, count = shape.routing, shape.num_experts
+        if columns != count + (shape.shared == "gated") or ids.shape != (rows, routing.per_token):
+            raise ValueError(
+                f"logits {tuple(logits.shape)} and ids {tuple(ids.shape)} do not fit {count} "
+                f"experts, {routing.per_token} per row."
+            )
+        if not has_dtype(ids, "int64") or not ids.is_contiguous():
+            raise ValueError(f"ids must be contiguous int64; got {ids.dtype}.")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+            raise ValueError(f"ids are not within the {count} experts.")
+        return RouteGradient(
+            logits=logits.data_ptr(),
+            ids=ids.data_ptr(),
+            num_rows=rows,
+            num_experts=count,
+            columns=columns,
+            per_token=routing.per_token,
+            sigmoid=routing.scores == "sigmoid",
+            renormalized=routing.renormalized,
+            shared=("none", "plain", "gated").index(shape.shared),
+            num_threads=self.num_threads,
+            scale=routing.scale,
+            floor=routing.floor,
         )
 
     def _panels(self, like: Tensor, rows: int, columns: int) -> Tensor:

@@ -10,7 +10,7 @@ Gradients = Literal["kernels", "torch"]
 
 # What a model has -> the kernels have no gradient for it.
 _UNCOVERED: dict[str, Callable[[ModelSpec], bool]] = {
-    "experts": lambda spec: spec.moe is not None,
+    "experts next to an MLP": lambda spec: spec.moe is not None and spec.moe.beside,
     "attention over latents": lambda spec: spec.latent is not None,
     "layers with a state": lambda spec: spec.state is not None,
     "layers of several kinds": lambda spec: bool(spec.kinds),

@@ -1,6 +1,6 @@
 """The gradient of a micro-batch by the kernels: a forward pass, then each block's gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import functional
@@ -12,12 +12,15 @@ from nano_inference.rl.backward.head import head_gradient
 from nano_inference.rl.backward.layer import (
     AttentionState,
     Layer,
+    MixtureState,
     MlpState,
     norm_of,
     normalized,
 )
 from nano_inference.rl.backward.weights import Totals, Weights
 from nano_inference.rl.micro_batch import MicroBatch
+
+LayerState = tuple[AttentionState, MlpState | MixtureState]
 
 # above this number of rows, only a layer's input is kept, and its gradient computes it again
 KEPT_ROWS = 1024
@@ -46,11 +49,11 @@ class KernelDecoder:
         """Add the gradients of a micro-batch's logprobs to those of the wanted parameters."""
         residual = functional.embedding(batch.token_ids, weights.plain("embed")).float()
         residual = residual * self.embed_scale
-        lowest = self._lowest(weights, totals)
-        states: list[Tensor | tuple[AttentionState, MlpState]] = []
+        lowest, routes = self._lowest(weights, totals), batch.experts_by_layer(self.spec.moe)
+        states: list[Tensor | LayerState] = []
         for layer in self.layers:
             before = residual
-            residual, state = self._forward(layer, weights, before, batch)
+            residual, state = self._forward(layer, weights, before, batch, routes)
             if layer.index >= lowest:
                 states.append(state if len(before) <= KEPT_ROWS else before)
         norm = norm_of(weights, self.spec, "norm", "norm")
@@ -62,17 +65,22 @@ class KernelDecoder:
         for layer in reversed(self.layers[lowest:]):
             state = states.pop()
             if isinstance(state, Tensor):
-                _, state = self._forward(layer, weights, state, batch)
+                _, state = self._forward(layer, weights, state, batch, routes)
             layer.mlp_gradient(weights, state[1], d_residual, totals)
             layer.attention_gradient(weights, state[0], d_residual, batch, totals)
         if (total := totals.total("embed")) is not None:
             weights.kernels.add_rows(d_residual, batch.token_ids, total, self.embed_scale)
 
     def _forward(
-        self, layer: Layer, weights: Weights, residual: Tensor, batch: MicroBatch
-    ) -> tuple[Tensor, tuple[AttentionState, MlpState]]:
+        self,
+        layer: Layer,
+        weights: Weights,
+        residual: Tensor,
+        batch: MicroBatch,
+        routes: Mapping[int, Tensor],
+    ) -> tuple[Tensor, LayerState]:
         residual, attention = layer.attention(weights, residual, batch)
-        residual, mlp = layer.mlp(weights, residual)
+        residual, mlp = layer.mlp(weights, residual, routes.get(layer.index))
         return residual, (attention, mlp)
 
     def _lowest(self, weights: Weights, totals: Totals) -> int:

@@ -14,6 +14,7 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.cpu.gradients import HeadShape, Rotary, Rotated, Span
 from nano_inference.ops.interface import Norm
 from nano_inference.ops.kv_codes import KvFormat
+from nano_inference.rl.backward.experts import ExpertLayer, ExpertsState
 from nano_inference.rl.backward.products import add_product, product, product_gradient
 from nano_inference.rl.backward.weights import Totals, Weights
 from nano_inference.rl.micro_batch import MicroBatch
@@ -40,6 +41,14 @@ class MlpState(NamedTuple):
     out: Tensor | None
 
 
+class MixtureState(NamedTuple):
+    """Values of a layer of experts, with its norms, that its gradient needs."""
+
+    residual: Tensor
+    experts: ExpertsState
+    out: Tensor | None
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer of a model.
@@ -60,6 +69,14 @@ class Layer:
     def shape(self) -> HeadShape:
         """Sizes of the layer's heads."""
         return HeadShape(self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim)
+
+    @property
+    def experts(self) -> ExpertLayer | None:
+        """Experts of the layer. None: it has an MLP."""
+        moe = self.spec.moe
+        if moe is None or not moe.layers[self.index]:
+            return None
+        return ExpertLayer(moe, self.name(""), self.spec.activation)
 
     def name(self, part: str) -> str:
         """Return the name of one of the layer's parameters."""
@@ -114,24 +131,42 @@ class Layer:
         d_normed = product_gradient(weights, self.name("qkv"), state.normed, d_qkv, totals)
         self._norm_gradient(weights, "attn_norm", state.residual, d_normed, d_after, totals)
 
-    def mlp(self, weights: Weights, residual: Tensor) -> tuple[Tensor, MlpState]:
-        """Return the residual stream after the MLP, and the state for the gradient."""
+    def mlp(
+        self, weights: Weights, residual: Tensor, ids: Tensor | None
+    ) -> tuple[Tensor, MlpState | MixtureState]:
+        """Return the residual stream after the MLP or experts, and the state for the gradient.
+
+        `ids` are the experts of each row, int64 [N, K], if the layer has experts.
+        """
         kernels = weights.kernels
         normed = normalized(weights, residual, self._norm(weights, "mlp_norm"))
+        if self.experts is not None:
+            assert ids is not None
+            y, state = self.experts.forward(weights, normed, ids)
+            after, out = self._summed(weights, residual, y, "mlp_out_norm")
+            return after, MixtureState(residual, state, out)
         gate_up = product(weights, self.name("gate_up"), normed)
         gated = kernels.gate(gate_up, self.spec.activation)
         after, out = self._added(weights, residual, gated, "down", "mlp_out_norm")
         return after, MlpState(residual, normed, gate_up, gated, out)
 
     def mlp_gradient(
-        self, weights: Weights, state: MlpState, d_after: Tensor, totals: Totals
+        self, weights: Weights, state: MlpState | MixtureState, d_after: Tensor, totals: Totals
     ) -> None:
-        """Turn the gradient of the residual stream after the MLP into the one before it."""
+        """Turn the gradient of the residual stream after the MLP or experts into the one before
+        it.
+        """
         kernels = weights.kernels
         d_out = self._added_gradient(weights, state.out, d_after, "mlp_out_norm", totals)
-        d_gated = product_gradient(weights, self.name("down"), state.gated, d_out, totals)
-        d_gate_up = kernels.gate_gradient(state.gate_up, self.spec.activation, d_gated)
-        d_normed = product_gradient(weights, self.name("gate_up"), state.normed, d_gate_up, totals)
+        if isinstance(state, MixtureState):
+            assert self.experts is not None
+            d_normed = self.experts.gradient(weights, state.experts, d_out, totals)
+        else:
+            d_gated = product_gradient(weights, self.name("down"), state.gated, d_out, totals)
+            d_gate_up = kernels.gate_gradient(state.gate_up, self.spec.activation, d_gated)
+            d_normed = product_gradient(
+                weights, self.name("gate_up"), state.normed, d_gate_up, totals
+            )
         self._norm_gradient(weights, "mlp_norm", state.residual, d_normed, d_after, totals)
 
     def _added(
@@ -140,12 +175,19 @@ class Layer:
         """Add a block's output product to the residual stream. Also return its output if a norm
         follows.
         """
+        if self._norm(weights, norm_after) is None:
+            after = residual.clone()
+            add_product(weights, self.name(part), x, after, self.spec.residual_scale)
+            return after, None
+        return self._summed(weights, residual, product(weights, self.name(part), x), norm_after)
+
+    def _summed(
+        self, weights: Weights, residual: Tensor, out: Tensor, norm_after: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add a block's output to the residual stream. Also return it if a norm follows."""
         scale, norm = self.spec.residual_scale, self._norm(weights, norm_after)
         if norm is None:
-            after = residual.clone()
-            add_product(weights, self.name(part), x, after, scale)
-            return after, None
-        out = product(weights, self.name(part), x)
+            return residual + out * scale, None
         return residual + weights.kernels.norm(out, norm, out.dtype) * scale, out
 
     def _added_gradient(

@@ -69,6 +69,7 @@ class Weights:
         self.exact = GradientKernels(kernels.kernels, torch.float32, kernels.num_threads)
         self._packed: dict[str, Packed] = {}
         self._turned: dict[str, list[Packed]] = {}
+        self._parts: dict[tuple[str, bool], list[Packed]] = {}
         self._plain: dict[str, Tensor] = {}
 
     def forward(self, name: str) -> Packed:
@@ -85,6 +86,21 @@ class Weights:
             parts = self.params[name].contiguous().split(MOST_ADDED)
             self._turned[name] = [self.kernels.packed_turned(part) for part in parts]
         return self._turned[name]
+
+    def forward_parts(self, name: str, count: int) -> list[Packed]:
+        """Return the `count` matrices [R, C] that a parameter stacks, for forward products."""
+        return self._stacked(name, count, turned=False)
+
+    def backward_parts(self, name: str, count: int) -> list[Packed]:
+        """Return the `count` matrices [R, C] that a parameter stacks, as weights [C, R]."""
+        return self._stacked(name, count, turned=True)
+
+    def _stacked(self, name: str, count: int, *, turned: bool) -> list[Packed]:
+        if (name, turned) not in self._parts:
+            pack = self.kernels.packed_turned if turned else self.kernels.packed
+            parts = self.params[name].contiguous().chunk(count)
+            self._parts[name, turned] = [pack(part) for part in parts]
+        return self._parts[name, turned]
 
     def vector(self, name: str) -> Tensor | None:
         """Return a norm's weight, a bias or sinks. None: the model has none."""

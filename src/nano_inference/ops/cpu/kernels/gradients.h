@@ -68,6 +68,18 @@ struct LogitGradient {
   float divisor, cap, temperature;
 };
 
+// Weights of each row's experts, as `Routing` defines them, or the gradients of the router's logits. A shared expert of
+// kind 2 (as in `Routing`) has the weight sigmoid(last logit).
+struct RouteGradient {
+  const float* logits;     // [num_rows][columns]
+  const int64_t* ids;      // [num_rows][per_token] experts, rising
+  float* weights;          // [num_rows][per_token], and one more with a shared expert: forward only
+  const float* d_weights;  // like weights. Null: forward
+  float* d_logits;         // like logits
+  int64_t num_rows, num_experts, columns, per_token, sigmoid, renormalized, shared, num_threads;
+  float scale, floor;
+};
+
 // A step of AdamW (arXiv:1711.05101) for one parameter.
 struct AdamStep {
   void *param, *mean, *square, *largest;  // bf16 or float [count]; largest: of `square` (AMSGrad), or null
@@ -108,6 +120,8 @@ void nano_add_rows(const float* rows, const int64_t* ids, int64_t num_rows, int6
                    int64_t num_threads);
 void nano_attention_gradient(const nano::AttentionGradient* attention);
 void nano_logit_gradient(const nano::LogitGradient* logits);
+void nano_route_gradient(const nano::RouteGradient* route);
+void nano_row_products(const float* a, const float* b, int64_t num_rows, int64_t columns, float* out, int64_t num_threads);
 void nano_adamw(const nano::AdamStep* step);
 double nano_sum_of_squares(const void* x, int64_t count, int64_t is_bf16, double* blocks, int64_t num_threads);
 }

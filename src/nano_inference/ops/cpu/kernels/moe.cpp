@@ -8,6 +8,7 @@
 #include "linear.h"
 #include "moe.h"
 #include "pool.h"
+#include "row_parts.h"
 #include "simd.h"
 
 namespace nano {
@@ -31,24 +32,6 @@ struct Choice {
   std::vector<float> sizes, keys, groups;
   std::vector<uint8_t> taken, kept;
 };
-
-Vec vsigmoid(Vec x) {
-  return vdiv(vset(1.f), vadd(vset(1.f), vexp(vmax(vset(-100.f), vmin(vset(88.f), vsub(vset(0.f), x))))));
-}
-
-// Compute the scores of a row's experts. The caller must divide them by the returned sum.
-float score(const float* z, const Routing& r, std::vector<float>& sizes) {
-  float highest = z[0];
-  for (int64_t e = 1; e < r.num_experts; e++) highest = z[e] > highest ? z[e] : highest;
-  Vec lanes = vset(0.f);
-  for (int64_t e = 0; e < r.num_experts; e += LANES) {
-    const int n = int(std::min<int64_t>(LANES, r.num_experts - e));
-    const Vec x = vload_n(z + e, n), v = r.sigmoid ? vsigmoid(x) : vexp(vsub(x, vset(highest)));
-    lanes = vadd(lanes, vselect(first_lanes(n), v, vset(0.f)));
-    vstore_n(sizes.data() + e, v, n);
-  }
-  return r.sigmoid ? 1.f : vsum(lanes);
-}
 
 // Mark the `count` highest unmarked keys in [first, last), the first of equal keys first. Return the sum of these keys.
 float take(const float* keys, int64_t first, int64_t last, int64_t count, std::vector<uint8_t>& taken) {
@@ -79,7 +62,7 @@ void keep_best_groups(const Routing& r, Choice& c) {
 // Select the experts of one row, with their weights, from its logits.
 void choose(const float* z, const Routing& r, Choice& c, int64_t* ids, float* weights) {
   c.sizes.resize(size_t(up_to_lanes(r.num_experts)));
-  const float whole = score(z, r, c.sizes);
+  const float whole = expert_scores(z, r.num_experts, r.sigmoid, c.sizes.data());
   c.keys.assign(z, z + r.num_experts);
   if (r.bias)
     for (int64_t e = 0; e < r.num_experts; e++) c.keys[size_t(e)] = c.sizes[size_t(e)] / whole + r.bias[e];

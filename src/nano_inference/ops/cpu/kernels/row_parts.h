@@ -42,4 +42,22 @@ inline float inverse_rms(const float* x, int64_t size, float eps) {
   return float(1. / std::sqrt(double(vsum(vadd(even, odd))) / double(size) + double(eps)));
 }
 
+inline Vec vsigmoid(Vec x) {
+  return vdiv(vset(1.f), vadd(vset(1.f), vexp(vmax(vset(-100.f), vmin(vset(88.f), vsub(vset(0.f), x))))));
+}
+
+// Compute the scores of a row's experts from their logits. The caller must divide them by the returned sum.
+inline float expert_scores(const float* z, int64_t num_experts, bool sigmoid, float* scores) {
+  float highest = z[0];
+  for (int64_t e = 1; e < num_experts; e++) highest = z[e] > highest ? z[e] : highest;
+  Vec lanes = vset(0.f);
+  for (int64_t e = 0; e < num_experts; e += LANES) {
+    const int n = left(num_experts, e);
+    const Vec x = vload_n(z + e, n), v = sigmoid ? vsigmoid(x) : vexp(vsub(x, vset(highest)));
+    lanes = vadd(lanes, vselect(first_lanes(n), v, vset(0.f)));
+    vstore_n(scores + e, v, n);
+  }
+  return sigmoid ? 1.f : vsum(lanes);
+}
+
 }  // namespace nano
