@@ -11,10 +11,13 @@ from torch import Tensor
 
 from nano_inference import InferenceEngine, InvalidRequest, SamplingParams
 from nano_inference.arrays import as_torch
+from nano_inference.models.spec.experts import MoeSpec
 from nano_inference.ops.cpu.moe import CpuMoeLayer
 from nano_inference.ops.moe import Note
 from nano_inference.ops.reference import backend as reference
 from nano_inference.rl import PolicyModel, score
+from nano_inference.rl.backward.decoder import KernelDecoder
+from nano_inference.rl.backward.experts import ExpertLayer
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.torch_decoder import TorchDecoder
 from tests.models.tiny import tiny_model
@@ -95,7 +98,16 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], list[li
     """Record the rows and experts of all backward passes from now on."""
     rows: list[tuple[tuple[int, ...], list[list[int]]]] = []
     hidden, experts = TorchDecoder.hidden, TorchDecoder._experts
+    whole, forward = KernelDecoder.add_gradients, ExpertLayer.forward
     of_layers: list[Tensor] = []
+
+    def record(moe: MoeSpec | None, batch: MicroBatch) -> None:
+        assert moe is not None
+        layers = torch.stack(of_layers[: sum(moe.layers)], dim=1).tolist()
+        for segment in batch.segments:
+            path = segment.path.tolist()
+            tokens = batch.token_ids[segment.path].tolist()
+            rows.extend((tuple(tokens[: place + 1]), layers[row]) for place, row in enumerate(path))
 
     def spied_experts(self: Any, normed: Tensor, params: Any, name: str, ids: Tensor) -> Tensor:
         of_layers.append(ids)
@@ -104,15 +116,22 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], list[li
     def spied_hidden(self: Any, params: Any, embedded: Tensor, batch: MicroBatch) -> Tensor:
         of_layers.clear()
         out = hidden(self, params, embedded, batch)
-        layers = torch.stack(of_layers[: sum(self.spec.moe.layers)], dim=1).tolist()
-        for segment in batch.segments:
-            path = segment.path.tolist()
-            tokens = batch.token_ids[segment.path].tolist()
-            rows.extend((tuple(tokens[: place + 1]), layers[row]) for place, row in enumerate(path))
+        record(self.spec.moe, batch)
         return out
+
+    def spied_forward(self: Any, weights: Any, normed: Tensor, ids: Tensor) -> Any:
+        of_layers.append(ids)
+        return forward(self, weights, normed, ids)
+
+    def spied_whole(self: Any, weights: Any, batch: MicroBatch, *rest: Any) -> None:
+        of_layers.clear()
+        whole(self, weights, batch, *rest)
+        record(self.spec.moe, batch)
 
     monkeypatch.setattr(TorchDecoder, "_experts", spied_experts)
     monkeypatch.setattr(TorchDecoder, "hidden", spied_hidden)
+    monkeypatch.setattr(ExpertLayer, "forward", spied_forward)
+    monkeypatch.setattr(KernelDecoder, "add_gradients", spied_whole)
     return rows
 
 
