@@ -20,7 +20,7 @@ SHOWN = 14  # kernels per batch size that get a row
 GROUPS = (
     ("attention", ("attention_kernel",)),
     ("draw", ("_reduce_kernel", "_finish_kernel", "_filter", "_copy_kernel")),
-    ("products", ("_vector_kernel", "_tensor_kernel", "_product", "_add_segments")),
+    ("products", ("_vector_kernel", "_tensor_kernel", "_product", "_add_segments", "_by_head")),
     ("products", ("gemm", "gemv", "nvjet", "cutlass", "splitK", "cublas")),
 )
 

@@ -275,9 +275,6 @@ ENGINE_ROWS = (
     _feature("attention kernels", Asked("attention", ("cpu", "triton")))(
         "it has no kernels for states", "use attention='auto'", models=(STATES,)
     ),
-    _feature("Triton attention", Asked("attention", ("triton",)))(
-        "its kernels take heads of one size", "use attention='auto'", models=(KINDS,)
-    ),
     _feature("limits of chunks", "max_chunk_tokens")(
         "prompts are not split",
         "omit one of the two",
@@ -347,7 +344,6 @@ ENGINE_ROWS = (
         ranks=(),
         excludes=(Asked(LOCKSTEP),),
     ),
-    _experts("its steps keep no record of experts", _PLAIN, backends=TORCHS),
     _experts("there is nothing to record", "omit it", models=(NO_ROUTES,)),
     _draft(
         "a draft model runs on one rank",

@@ -23,8 +23,12 @@ from nano_inference import (
     TrainingSample,
 )
 from nano_inference.checkpoints.loading import read_tensors
+from nano_inference.device import cuda_runner, graphs, trunk_graphs
 from tests.depth import at_depth
+from tests.device.cuda_cases import CheckingQueue, conventional
 from tests.models.tiny import tiny_llama, tiny_model
+
+__all__ = ["conventional"]
 
 SIZE = 4
 CLOSE = 1e-4  # gap between the last chosen expert and the next; covers another order of additions
@@ -208,6 +212,69 @@ def test_experts_equal_those_of_a_plain_forward(
             check(sample, oracles[family], LAYERS[family])
 
 
+@pytest.mark.usefixtures("conventional")
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_cuda_steps_record_experts(
+    build: Build, oracles: dict[str, Oracle], graphs: bool, lookahead: int
+) -> None:
+    """Cover chunks, forks, prefix hits, and batches that are padded to the size of a graph."""
+    how = {"cuda_graphs": graphs, "lookahead": lookahead, "max_chunk_tokens": 5}
+    with build(backend="cuda", **how) as engine:
+        samples = engine.generate([prompt_of(6), prompt_of(11, 12)], drawn(6), 3)
+        again = engine.generate([prompt_of(6)], drawn(6), 3)
+        counts: Any = engine.runner
+        assert (counts.num_replays > 5) is (counts.num_trunk_replays > 1) is graphs
+        assert (counts.num_eager_steps == 0) is graphs
+    assert again[0].cached_tokens
+    assert [each.routed_experts for each in samples[:3]] == [each.routed_experts for each in again]
+    for sample in samples + again:
+        check(sample, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
+
+
+@pytest.mark.usefixtures("conventional")
+def test_aborted_prompts_on_cuda_have_right_or_unknown_experts(
+    build: Build, oracles: dict[str, Oracle]
+) -> None:
+    """A step is in flight when its prompts are aborted."""
+    with build(backend="cuda", lookahead=1, max_chunk_tokens=5) as engine:
+        engine.generate([prompt_of(40)], drawn())  # slots hold experts of other tokens
+        engine.flush_cache()
+        for length in (4, 9, 14):
+            engine.add_request(prompt_of(length), drawn(9))
+        engine.step()
+        engine.step()
+        assert engine.loop.in_flight
+        samples = engine.abort()
+    known = [sample for sample in samples if sample.routed_experts is not None]
+    assert known
+    for sample in known:
+        check(sample, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_triton_kernels_record_experts(
+    build: Build,
+    oracles: dict[str, Oracle],
+    monkeypatch: pytest.MonkeyPatch,
+    batch_invariant: bool,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(CheckingQueue, "warms_up", False)
+    monkeypatch.setattr(cuda_runner, "queue_of", lambda _device: CheckingQueue())
+    monkeypatch.setattr(graphs, "graph_sizes", lambda largest: (largest,))
+    monkeypatch.setattr(trunk_graphs, "trunk_sizes", lambda largest: (12,))
+    options = {"max_batch_size": 3, "max_model_len": 24, "lookahead": 1}
+    with build(backend="cuda", batch_invariant=batch_invariant, **options) as engine:
+        samples = engine.generate([prompt_of(9)], drawn(3), 2)
+        counts: Any = engine.runner
+        assert counts.num_replays
+        assert counts.num_trunk_replays
+    for sample in samples:
+        check(sample, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
+
+
 def test_forks_and_copied_blocks_have_their_first_row(
     build: Build, oracles: dict[str, Oracle]
 ) -> None:
@@ -354,8 +421,6 @@ def test_experts_are_rejected_without_a_record(
         ("tensor_parallel", 2, "tensor_parallel=2"),
         ("expert_parallel", 2, "expert_parallel=2"),
         ("pipeline_parallel", 2, "pipeline_parallel=2"),
-        ("backend", "cuda", "backend='cuda'"),
-        ("attention", "triton", "attention='triton'"),
     ]:
         options: dict[str, Any] = {name: value, "enable_return_routed_experts": True}
         with pytest.raises(ConfigError, match=f"enable_return_routed_experts.*{message}"):

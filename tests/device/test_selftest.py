@@ -31,7 +31,10 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("family", "invariant"), [("llama", False), ("gemma3", True)])
+@pytest.mark.parametrize(
+    ("family", "invariant"),
+    [("llama", False), ("gemma3", True), ("gemma4", False), ("deepseek-v3", True)],
+)
 def test_check_passes_right_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, invariant: bool
 ) -> None:
@@ -78,6 +81,28 @@ def test_check_names_the_wrong_operation(spec: ModelSpec, name: str) -> None:
         check(replace(good, **{name: wrong}), spec, torch.float32, CPU)
     with pytest.raises(Differs, match=rf"^{name} fails: RuntimeError: Triton Error .CUDA.: inv"):
         check(replace(good, **{name: raising}), spec, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("name", ["store", "values"])
+def test_check_names_the_wrong_operation_on_latents(tmp_path: Path, name: str) -> None:
+    ops, spec = reference_ops(), load_spec(tiny_model(tmp_path, "deepseek-v3"))
+    right = getattr(ops.latent, name)
+    wrong = ops.latent._replace(**{name: lambda *args: right(*args) * 1.5})
+    check(ops, spec, torch.float32, CPU)
+    with pytest.raises(Differs, match=rf"^latent {name} is wrong"):
+        check(replace(ops, latent=wrong), spec, torch.float32, CPU)
+
+
+def test_check_runs_every_kind_of_layer(tmp_path: Path) -> None:
+    """Two kinds make keys, and each has layers that read them."""
+    spec = load_spec(tiny_model(tmp_path, "gemma4"))
+    tiny = selftest._tiny(spec)
+    assert [(kind.head_dim, kind.keys_of) for kind in tiny.kinds] == [
+        *((16, 0), (32, 1)),
+        *((16, 0), (32, 1)),
+    ]
+    check(reference_ops(), spec, torch.float32, CPU)
+    check(cpu_ops(1), spec, torch.float32, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -37,9 +37,21 @@ def tiny(folder: Path, family: str) -> str:
         "num_key_value_heads": 1,
     }
     sizes |= {"head_dim": 16, "vocab_size": 60, "num_hidden_layers": 1}
-    # shorter than the requests
-    window: dict[str, Any] = {"sliding_window": 6} if family == "mistral" else {}
-    return str(tiny_model(folder, family, **sizes, **window))
+    return str(tiny_model(folder, family, **sizes | SPECIAL.get(family, {})))
+
+
+# windows are shorter than the requests
+SPECIAL: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 6},
+    "gemma4": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "sliding_window": 6,
+        "vocab_size_per_layer_input": 60,
+    },
+    "deepseek-v3": {"num_hidden_layers": 2},
+}
 
 
 def run(engine: InferenceEngine) -> list[TrainingSample]:
@@ -51,7 +63,13 @@ def run(engine: InferenceEngine) -> list[TrainingSample]:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("checking")
-@pytest.mark.parametrize(("family", "batch_invariant"), [("llama", True), ("mistral", False)])
+@pytest.mark.parametrize(
+    ("family", "batch_invariant"),
+    [
+        *(("llama", True), ("mistral", False)),
+        *(("gemma4", True), ("gemma4", False), ("deepseek-v3", True), ("deepseek-v3", False)),
+    ],
+)
 def test_graphs_equal_eager(
     build: Build, tmp_path: Path, family: str, batch_invariant: bool
 ) -> None:
@@ -68,8 +86,11 @@ def test_graphs_equal_eager(
         outcome = run(replaying)
     assert runner(replaying).num_replays >= 3
     assert runner(replaying).num_trunk_replays >= 1
-    # of q, k and v
-    assert product.call_count == (0 if batch_invariant else runner(replaying).num_replays)
+    # of q, k and v in the only layer, or of more
+    in_each = product.call_count / runner(replaying).num_replays
+    assert in_each == int(in_each)
+    assert in_each == 0 if batch_invariant else in_each >= 1
+    assert batch_invariant or family != "mistral" or in_each == 1
     for mine, theirs in zip(outcome, expected, strict=True):
         assert mine.completion_tokens == theirs.completion_tokens
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)

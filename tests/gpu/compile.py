@@ -27,10 +27,18 @@ from torch import Tensor
 
 from nano_inference.config import KVCacheDType
 from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.models.spec.layers import LayerSpec
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.formats import FORMATS, FP8
-from nano_inference.ops.interface import AttentionArgs, HeadNorms, Norm, RopeArgs
+from nano_inference.ops.interface import (
+    AttentionArgs,
+    HeadNorms,
+    LatentWeights,
+    Norm,
+    RopeArgs,
+)
 from nano_inference.ops.lora import Adapter, LoraPart
+from nano_inference.ops.settings import Latent
 from tests.gpu.compiled import SHARED_MEMORY, Compiled, compiling, describe, table
 
 BLOCK_SIZE = 16
@@ -67,22 +75,48 @@ QWEN_8B = Shape("Qwen3-8B", 4096, 32, 8, 128, 12_288, 151_936, head_norms=True)
 QWEN_FLOAT32 = replace(QWEN, name="Qwen3-0.6B fp32", dtype=torch.float32)
 LLAMA = Shape("Llama-3-8B", 4096, 32, 8, 128, 14_336, 128_256, head_norms=False)
 GEMMA_2 = Shape("Gemma-2-27B", 4608, 32, 16, 128, 36_864, 256_000, head_norms=False)
+# heads of full layers, and those of layers with a window
+GEMMA_4_FULL = Shape("Gemma-4-31B, full", 5376, 32, 4, 512, 21_504, 262_144, head_norms=True)
+GEMMA_4 = replace(GEMMA_4_FULL, name="Gemma-4-31B, window", kv_heads=16, head_dim=256)
+GEMMA_4_FLOAT32 = replace(GEMMA_4_FULL, name="Gemma-4-31B fp32", dtype=torch.float32)
+# heads that share a latent of 512 numbers and 64 rotated ones
+DEEPSEEK = Shape("DeepSeek-V3", 7168, 128, 1, 576, 18_432, 129_280, head_norms=False)
+DEEPSEEK_LITE = Shape("DeepSeek-V2-Lite", 2048, 16, 1, 576, 10_944, 102_400, head_norms=False)
+DEEPSEEK_FLOAT32 = replace(DEEPSEEK, name="DeepSeek-V3 fp32", dtype=torch.float32)
+LATENT = Latent(rank=512, rotary=64, plain=128, value=128)
 GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201_088, head_norms=False)
 
 
-def kv_view(shape: Shape, kept: KVCacheDType = "auto") -> KVStorage:
-    """Return the KV cache of one layer."""
+def kv_view(
+    shape: Shape, kept: KVCacheDType = "auto", *, tensors: int = 2, beside: int = 0
+) -> KVStorage:
+    """Return the KV cache of one layer, as the last one of a unit if `beside` numbers of another
+    layer are there too.
+    """
+    kinds = ()
+    if beside:
+        kinds = (
+            LayerSpec(1, beside, False, 0, 0),
+            LayerSpec(shape.kv_heads, shape.head_dim, False, 1, 0),
+        )
     spec = SimpleNamespace(
-        num_layers=1,
+        num_layers=1 + bool(beside),
         num_kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        windows=(0,),
+        windows=(0,) * (1 + bool(beside)),
         state=None,
-        kv_tensors=2,
-        kinds=(),
+        kv_tensors=tensors,
+        kinds=kinds,
     )
     cpu: Any = torch.device("cpu")
     return KVStorage(spec, 4096, BLOCK_SIZE, shape.dtype, cpu, kv_cache_dtype=kept)  # type: ignore[arg-type]
+
+
+def with_units(view: KVStorage) -> KVStorage:
+    """Give the cache a map of units."""
+    view.unit_map = SimpleNamespace(units=lambda: torch.zeros(1, 64, dtype=torch.int64))  # type: ignore[assignment]
+    view.places = [(0, index) for _, index in view.places]
+    return view
 
 
 def decode_batch(num_seqs: int) -> ForwardBatch:
@@ -168,13 +202,70 @@ def _rope(
         else (shape.head_dim,) * 2
     )
     norms = (shape.norm(widths[0]), shape.norm(widths[1])) if full or shape.head_norms else None
-    unit_map = SimpleNamespace(units=lambda: torch.zeros(1, 64, dtype=torch.int64))
     for batch in (decode_batch(1), decode_batch(2), prefill_batch(4)):
         view, qkv = kv_view(shape, kept), shape.empty(len(batch.input_ids), shape.qkv)
-        view.unit_map = unit_map if units else None  # type: ignore[assignment]
+        view = with_units(view) if units else view
         rope = RopeArgs(angles, angles, shape.heads, shape.kv_heads, HeadNorms(*(norms or ())))
         places = (batch.positions, batch.slot_mapping)
         rope_and_store(qkv, rope, *places, view, 0, overlaps=overlaps)
+
+
+def _rope_kinds(shape: Shape) -> None:
+    """Store joint keys and values with their norms, and no keys at all."""
+    from nano_inference.ops.cuda.rows import rope_and_store
+
+    angles = shape.empty(2 * CONTEXT, shape.head_dim // 2, dtype=torch.float32)
+    norm, view = shape.norm(shape.head_dim), with_units(kv_view(shape, beside=1024))
+    for batch in (decode_batch(1), prefill_batch(4)):
+        for kept in (0, shape.kv_heads):
+            norms = HeadNorms(norm, norm if kept else None, norm if kept else None)
+            rope = RopeArgs(angles, angles, shape.heads, kept, norms, joint=True)
+            columns = (shape.heads + kept) * shape.head_dim
+            qkv, places = shape.empty(len(batch.input_ids), columns), batch.slot_mapping
+            rope_and_store(qkv, rope, batch.positions, places, view, 1)
+
+
+def _attention_kinds(shape: Shape) -> None:
+    view = with_units(kv_view(shape, beside=1024))
+    for batch_invariant in (False, True):
+        for batch in (decode_batch(2), prefill_batch(4)):
+            _attention(shape, batch, batch_invariant=batch_invariant, view=view, layer=1)
+
+
+def _latents(shape: Shape) -> None:
+    from nano_inference.ops.cuda.latent import store, values
+
+    rows_of_kv = shape.heads * (LATENT.plain + LATENT.value)
+    norm = shape.norm(LATENT.rank)
+    weights = LatentWeights(shape.empty(rows_of_kv, LATENT.rank), norm, LATENT)
+    angles = shape.empty(2 * CONTEXT, LATENT.rotary // 2, dtype=torch.float32)
+    rope = RopeArgs(angles, angles, shape.heads, 1, interleaved=True)
+    for batch in (decode_batch(1), decode_batch(2), prefill_batch(4)):
+        rows = len(batch.input_ids)
+        q = shape.empty(rows, shape.heads * (LATENT.plain + LATENT.rotary))
+        c, view = shape.empty(rows, LATENT.key), kv_view(shape, tensors=1)
+        store(q, c, weights, rope, batch.positions, batch.slot_mapping, view, 0)
+        values(shape.empty(rows, shape.heads * LATENT.key), weights)
+
+
+def _attention_latents(shape: Shape) -> None:
+    for view in (kv_view(shape, tensors=1), with_units(kv_view(shape, tensors=1))):
+        for batch_invariant in (False, True):
+            for batch in (decode_batch(2), prefill_batch(4)):
+                how = {"batch_invariant": batch_invariant, "view": view}
+                _attention(shape, batch, unread=LATENT.rotary, **how)
+
+
+def _attention_latents_decode(shape: Shape) -> None:
+    _attention(shape, decode_batch(2), unread=LATENT.rotary, view=kv_view(shape, tensors=1))
+
+
+def _experts_recorded(shape: Shape) -> None:
+    from nano_inference.ops.cuda.moe import record_experts
+
+    record = torch.zeros(4097, 8, dtype=torch.int16)
+    for rows in ROWS:
+        record_experts(record, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, 8).long())
 
 
 def _rope_full(shape: Shape) -> None:
@@ -191,6 +282,9 @@ def _attention(
     cap: float = 0.0,
     overlaps: bool = False,
     kept: KVCacheDType = "auto",
+    unread: int = 0,
+    view: KVStorage | None = None,
+    layer: int = 0,
 ) -> None:
     from triton.runtime import driver
 
@@ -203,8 +297,8 @@ def _attention(
     plan = attention.plan(batch, BLOCK_SIZE, window)
     q = shape.empty(len(batch.positions), shape.heads, shape.head_dim)
     sinks = shape.empty(shape.heads, dtype=torch.float32) if has_sinks else None
-    scores = AttentionArgs(shape.head_dim**-0.5, sinks, cap)
-    attention.attend(q, kv_view(shape, kept), 0, plan, scores)
+    scores = AttentionArgs(shape.head_dim**-0.5, sinks, cap, unread)
+    attention.attend(q, view or kv_view(shape, kept), layer, plan, scores)
 
 
 def _attention_decode(shape: Shape) -> None:
@@ -499,6 +593,14 @@ CALLS = [
         _attention_any,
         shapes=(QWEN_FLOAT32,),
     ),
+    Call("attention, kinds", _attention_kinds, shapes=(GEMMA_4, GEMMA_4_FULL)),
+    Call("attention, latents", _attention_latents, shapes=(DEEPSEEK, DEEPSEEK_LITE)),
+    Call("attention, latents, decode", _attention_latents_decode, small=True, shapes=(DEEPSEEK,)),
+    Call("attention, kinds, float32", _attention_kinds, shapes=(GEMMA_4_FLOAT32,)),
+    Call("attention, latents, float32", _attention_latents, shapes=(DEEPSEEK_FLOAT32,)),
+    Call("latents", _latents, small=True, shapes=(DEEPSEEK, DEEPSEEK_LITE, DEEPSEEK_FLOAT32)),
+    Call("rope_and_store, kinds", _rope_kinds, shapes=(GEMMA_4_FULL, GEMMA_4)),
+    Call("experts, recorded", _experts_recorded, shapes=(QWEN,)),
     Call("attention, FP8", _attention_fp8),
     Call("attention, FP8, decode", _attention_fp8_decode, small=True),
     Call("attention, int8", _attention_int8),

@@ -57,6 +57,49 @@ WINDOWS_CONFIG = QWEN_CONFIG | {
 }
 
 
+# layers with heads of 256 numbers and a window, of 512, and one that reads another layer's keys
+KINDS_CONFIG: dict[str, Any] = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "vocab_size": 262_144,
+}
+# two layers of DeepSeek-V3's heads, the second with few of its experts
+LATENTS_CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "vocab_size": 129_280,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+}
+
+
 @dataclass(frozen=True)
 class KernelSet:
     """The settings of an engine that its kernels depend on.
@@ -268,7 +311,9 @@ def main() -> None:
 
 
 def served_sets() -> Iterator[KernelSet]:
-    """Yield sets with and without the law, with codes, overlapping kernels, adapters and windows."""
+    """Yield sets with and without the law, with codes, overlapping kernels, adapters, windows, heads
+    of two sizes, and latents.
+    """
     for exact in (False, True):
         name = f"Qwen3-0.6B, batch_invariant={exact}"
         yield KernelSet(name, QWEN_CONFIG, "bfloat16", exact)
@@ -280,6 +325,8 @@ def served_sets() -> Iterator[KernelSet]:
     yield KernelSet("adapters", QWEN_CONFIG, "bfloat16", batch_invariant=True, options=adapters)
     eager = {"cuda_graphs": False}  # otherwise graphs launch what the trial steps have left out
     yield KernelSet("windows", WINDOWS_CONFIG, "bfloat16", batch_invariant=False, options=eager)
+    yield KernelSet("kinds", KINDS_CONFIG, "bfloat16", batch_invariant=True)
+    yield KernelSet("latents", LATENTS_CONFIG, "bfloat16", batch_invariant=True)
 
 
 if __name__ == "__main__":

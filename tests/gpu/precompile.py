@@ -26,7 +26,10 @@ CODES: dict[str, dict[str, Any]] = {
     "fp8 keys": {"kv_cache_dtype": "fp8"},
     "int8 weights": {"quantization": "int8"},
 }
-TINY = ("llama", "gemma3", "mistral", "qwen3", "olmo2", "granite", "mixtral")
+TINY = (
+    *("llama", "gemma3", "mistral", "qwen3", "olmo2", "granite", "mixtral"),
+    *("gemma4", "gemma4-moe", "deepseek-v3"),
+)
 
 
 def names_of_sets() -> list[str]:

@@ -36,7 +36,18 @@ SIZES = {
     "num_key_value_heads": 1,
 }
 GEMMA = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-MODELS = {"qwen3": {"num_hidden_layers": 1}, "gemma3": GEMMA, "olmo2": {"num_hidden_layers": 1}}
+GEMMA_4 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_kv_shared_layers": 1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_hidden_layers": 1},
+    "gemma3": GEMMA,
+    "olmo2": {"num_hidden_layers": 1},
+    "gemma4": GEMMA_4,
+    "deepseek-v3": {"num_hidden_layers": 2, "num_attention_heads": 4},
+}
 REQUESTS = (
     ([5, 9, 2] * 12, SamplingParams(max_tokens=3, ignore_eos=True, seed=1)),
     ([7] * 3, SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0, top_logprobs=3)),
@@ -58,14 +69,16 @@ REQUESTS = (
 )
 
 
-# Half of the cases hold codes of 8 bits in the cache and in the weights.
-CODES: dict[str, Any] = {"kv_cache_dtype": "fp8", "quantization": "int8"}
+# Half of the cases hold codes of 8 bits in the weights and, if the family can, in the cache.
+CODES: dict[str, Any] = {"quantization": "int8"}
+PLAIN_KEYS = ("gemma4", "deepseek-v3")
 
 
 def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int:
     """Run the requests on a tiny model and return the number of steps."""
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny_model(Path(folder), family, **SIZES, **MODELS[family])
+        model = tiny_model(Path(folder), family, **SIZES | MODELS[family])
+        codes = CODES | ({} if family in PLAIN_KEYS else {"kv_cache_dtype": "fp8"})
         config = EngineConfig(
             model_path=str(model),
             dtype=dtype,  # pyright: ignore[reportArgumentType]
@@ -78,7 +91,7 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
             kv_cache_memory=1 << 18,
             cuda_graphs=False,
             max_loras=1,
-            **(CODES if batch_invariant else {}),
+            **(codes if batch_invariant else {}),
         )
         with InferenceEngine(config) as engine:
             engine_model = engine.model

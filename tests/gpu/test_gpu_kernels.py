@@ -4,6 +4,7 @@ same device.
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from nano_inference.ops.reference import backend as reference
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import sample
 from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
+from tests.gpu.latents import LATENT, TOY_LATENT, Latents
 from tests.gpu.target import Target, adapted, adapter, moved, numbers
 from tests.models.tiny import llama_config
 
@@ -227,13 +229,46 @@ def test_attention(
     window: int,
     kept: KVCacheDType,
 ) -> None:
+    check_attention(target, (*shape[2:5], 0), dtype, ops, window, kept)
+
+
+# of Gemma 4, and of DeepSeek-V3, whose values are keys without 64 numbers
+WIDE = {"512": (32, 4, 512, 0), "latents": (128, 1, 576, 64), "20 heads": (20, 1, 576, 64)}
+
+
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("heads", WIDE)
+def test_attention_of_wide_heads(
+    target: Target, dtype: torch.dtype, ops: CudaOps, heads: str, window: int
+) -> None:
+    shape = (4, 1, 48, WIDE[heads][3] // 4) if target.dry else WIDE[heads]
+    check_attention(target, shape, dtype, ops, window, "auto")
+
+
+def check_attention(
+    target: Target,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    ops: CudaOps,
+    window: int,
+    kept: KVCacheDType,
+) -> None:
     """For any mix of chunks, compare with a double-precision softmax over the visible keys of each
     row, as the cache holds them.
     """
-    heads, kv_heads, width = shape[2:5]
+    heads, kv_heads, width, unread = shape
     chunks = chunks_of(target)
+    spec: Any = SimpleNamespace(
+        num_layers=1,
+        num_kv_heads=kv_heads,
+        head_dim=width,
+        windows=(0,),
+        state=None,
+        kv_tensors=1 if unread else 2,
+        kinds=(),
+    )
     storage = KVStorage(
-        spec_of(shape),
+        spec,
         sum(len(c.block_ids) for c in chunks),
         BLOCK,
         dtype,
@@ -256,20 +291,31 @@ def test_attention(
             for i in (1, 2)
         )
         storage.write(0, slots, keys, values)
-        form = storage.format
+        values, form = keys if unread else values, storage.format
         texts.append((form.decode(form.encode(keys)), form.decode(form.encode(values))))
     q = numbers(9, len(batch.input_ids), heads, width, device=target.device, dtype=dtype)
     scale = width**-0.5
     got = ops.attention(
-        q, storage, 0, ops.plan_attention(batch, BLOCK, window), AttentionArgs(scale)
+        *(q, storage, 0, ops.plan_attention(batch, BLOCK, window)),
+        AttentionArgs(scale, unread=unread),
     )
+    got = got.unflatten(1, (heads, -1))[:, :, unread:].flatten(1)
     for chunk, (keys, values), rows in zip(chunks, texts, rows_of_chunks(batch), strict=True):
         exact = attention_of(
             q[rows].double(), keys.double(), values.double(), chunk.start, window, scale
         )
         # rounding error of the weights, which are rounded like the values
         floor = 4 * ULP[dtype] * values.double().abs().max()
-        require_near(got[rows].float(), exact.flatten(1), 4, floor)
+        require_near(got[rows].float(), exact[:, :, unread:].flatten(1), 4, floor)
+
+
+@pytest.mark.parametrize("heads", [128, 20])
+def test_latents(target: Target, dtype: torch.dtype, heads: int) -> None:
+    """Compare queries, stored keys and outputs of latents with double precision."""
+    sizes = TOY_LATENT if target.dry else LATENT
+    case = Latents(target, dtype, target.size(heads, 2), sizes, target.size(200, 5))
+    for got, exact in zip(case.made(range(case.rows)), case.exact(), strict=True):
+        require_near(got, exact, 2, 2.0**-20 * math.sqrt(sizes.rank))
 
 
 def rows_of_chunks(batch: ForwardBatch) -> list[slice]:

@@ -7,6 +7,8 @@ separate programs, and splits that are merged in registers and in memory.
 """
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,6 @@ from nano_inference import SamplingParams
 from nano_inference.config import KVCacheDType
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import queue_of
-from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cuda import sampling
 from nano_inference.ops.cuda.attention import Attention
@@ -26,9 +27,9 @@ from nano_inference.ops.interface import AttentionArgs
 from nano_inference.ops.lora import Adapter
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch, to_device
+from tests.gpu.latents import LATENT, TOY_LATENT, Latents
 from tests.gpu.target import Target, adapted, adapter, moved, numbers
 from tests.invariance.scenario import small_tiles
-from tests.models.tiny import llama_config
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +40,16 @@ WEIGHTS = {
     "8b": ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)),
     "head": ((151_936, 1024),),
 }
-HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "gemma3-270m": (4, 1, 256)}
+# query heads, KV heads, numbers per head, and those of a key that belong to no value
+HEADS = {
+    "0.6b": (16, 8, 128, 0),
+    "8b": (32, 8, 128, 0),
+    "gemma3-270m": (4, 1, 256, 0),
+    "gemma4-31b": (32, 4, 512, 0),
+    "deepseek-v3": (128, 1, 576, 64),
+    "20 heads of latents": (20, 1, 576, 64),
+}
+TOY_HEADS = {"0.6b": (4, 2, 16, 0), "deepseek-v3": (4, 1, 48, 16)}
 CONTEXTS = (1, 2, 16, 63, 64, 255, 256, 257, 1000, 4096, 32_768)
 ROWS = 70  # rows at the end of each context
 CHUNKS = (1, 7, 33)
@@ -128,17 +138,20 @@ class Context:
         self,
         target: Target,
         dtype: torch.dtype,
-        heads: tuple[int, int, int],
+        heads: tuple[int, int, int, int],
         kept: KVCacheDType = "auto",
     ) -> None:
-        num_heads, kv_heads, width = heads
-        config = llama_config(hidden=64) | {
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": width,
-            "num_hidden_layers": 1,
-        }
-        self.device, self.scale = target.device, width**-0.5
+        num_heads, kv_heads, width, unread = heads
+        spec: Any = SimpleNamespace(
+            num_layers=1,
+            num_kv_heads=kv_heads,
+            head_dim=width,
+            windows=(0,),
+            state=None,
+            kv_tensors=1 if unread else 2,
+            kinds=(),
+        )
+        self.device, self.scores = target.device, AttentionArgs(width**-0.5, unread=unread)
         self.contexts = (1, 33, 70, 90, 100, 110) if target.dry else CONTEXTS
         self.rows = target.size(ROWS, 6)
         counts = [-(-length // BLOCK) for length in self.contexts]
@@ -146,7 +159,7 @@ class Context:
         blocks = iter(order)
         self.tables = [[next(blocks) for _ in range(count)] for count in counts]
         self.storage = KVStorage(
-            spec_from_config(config),
+            spec,
             sum(counts),
             BLOCK,
             dtype,
@@ -178,7 +191,9 @@ class Context:
             queries.append(sequence_queries[first : first + rows])
         batch = moved(batch_of_rows(chunks, BLOCK), self.device)
         plan = attention.plan(batch, BLOCK, window)
-        out = attention.attend(torch.cat(queries), self.storage, 0, plan, AttentionArgs(self.scale))
+        q = torch.cat(queries)
+        out = attention.attend(q, self.storage, 0, plan, self.scores)
+        out = out.unflatten(1, (q.shape[1], -1))[:, :, self.scores.unread :]
         return list(out.split([rows for _, _, rows in parts]))
 
 
@@ -189,10 +204,12 @@ class Context:
 def test_attention_row_is_bitwise_independent_of_its_batch(
     target: Target, dtype: torch.dtype, shape: str, window: int, kept: KVCacheDType
 ) -> None:
-    if target.dry and (shape != "0.6b" or kept == "int8"):
-        pytest.skip("a dry run has one shape")
+    if target.dry and (shape not in TOY_HEADS or kept == "int8"):
+        pytest.skip("a dry run has one shape of each kind")
+    if HEADS[shape][3] and kept != "auto":
+        pytest.skip("latents have no codes")
     window = min(window, 20) if target.dry else window
-    context = Context(target, dtype, (4, 2, 16) if target.dry else HEADS[shape], kept)
+    context = Context(target, dtype, (TOY_HEADS if target.dry else HEADS)[shape], kept)
     attention = Attention(batch_invariant=True)
     wholes = [(index, 0, len(queries)) for index, queries in enumerate(context.queries)]
     expected = context.attend(attention, wholes, window)  # all sequences in one batch
@@ -217,6 +234,19 @@ def test_attention_row_is_bitwise_independent_of_its_batch(
     assert torch.equal(rows_of_mix[0], expected[-1]), "a prompt next to decodes"
     for rows, whole in zip(rows_of_mix[1:], expected[:-1], strict=True):
         assert torch.equal(rows, whole[-1:]), "a decode next to a prompt"
+
+
+@pytest.mark.parametrize("heads", [128, 20])
+def test_latent_row_is_bitwise_independent_of_its_batch(
+    target: Target, dtype: torch.dtype, heads: int
+) -> None:
+    heads, sizes = target.size(heads, 2), TOY_LATENT if target.dry else LATENT
+    case = Latents(target, dtype, heads, sizes, target.size(300, 70))
+    queries, keys, outputs = case.made(range(case.rows))
+    for rows in (1, 2, 64, target.size(65, 66)):
+        some = [(7 * row + 3) % case.rows for row in range(rows)]
+        for got, whole in zip(case.made(some), (queries, keys, outputs), strict=True):
+            assert torch.equal(got, whole[some]), f"{rows} rows of {heads} heads"
 
 
 def sampled(rows: range, device: str, temperature: float, **options: float) -> SamplingBatch:

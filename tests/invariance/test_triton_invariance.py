@@ -48,6 +48,14 @@ MODELS = {
     "llama": {"num_hidden_layers": 1, "num_key_value_heads": 1},
     # both kinds of layers
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    # heads of two sizes, and a layer that reads keys of another one
+    "gemma4": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+    },
+    # one layer of experts
+    "deepseek-v3": {"num_hidden_layers": 2, "num_attention_heads": 4},
 }
 STEM = [(7 * i) % 290 + 3 for i in range(60)]
 
@@ -70,6 +78,10 @@ CASES = [
     pytest.param("llama", CHUNKS, marks=pytest.mark.slow),
     pytest.param("llama", WHOLE, marks=pytest.mark.slow),
     pytest.param("gemma3", WHOLE, marks=pytest.mark.slow),
+    ("gemma4", CHUNKS),
+    ("deepseek-v3", CHUNKS),
+    pytest.param("gemma4", WHOLE, marks=pytest.mark.slow),
+    pytest.param("deepseek-v3", WHOLE, marks=pytest.mark.slow),
 ]
 TIGHT = tuple(
     Request(tuple(STEM[i : 21 + i]), replace(RANDOM, max_tokens=6, seed=i), num_samples=3)
@@ -86,7 +98,7 @@ def several_of_each() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        name: with_tokenizer(tiny_model(tmp_path_factory.mktemp(name), name, **SIZES, **own))
+        name: with_tokenizer(tiny_model(tmp_path_factory.mktemp(name), name, **SIZES | own))
         for name, own in MODELS.items()
     }
 
@@ -95,7 +107,7 @@ def bytes_per_token(model: Path, kept: KVCacheDType = "auto") -> int:
     """Return the bytes per token of the layers that share a unit."""
     spec, form = load_spec(model), kv_format(torch.float32, kept)
     width = unit_width(spec, common_layout([spec], spec.max_position), form)
-    return 2 * width * form.stored.itemsize
+    return spec.kv_tensors * width * form.stored.itemsize
 
 
 def fitted(model: Path, schedule: Schedule, work: list[Request]) -> Schedule:
@@ -148,7 +160,14 @@ def test_same_bits_under_chosen_schedules(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "gemma4")),
+        pytest.param("deepseek-v3", marks=pytest.mark.slow),
+    ],
+)
 def test_same_bits_under_memory_shortage(models: dict[str, Path], name: str) -> None:
     assert check(models[name], list(TIGHT), Schedule(block_size=4, lookahead=1, num_blocks=1)) > 0
 

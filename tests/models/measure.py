@@ -2,7 +2,8 @@
 `measured.json`.
 
 `docs/make_models.py` makes its tables from that file. Run `python -m tests.models.measure`;
-`--only NAME…` measures these names only and keeps the rest of the file.
+`--only NAME…` measures these names only and keeps the rest of the file, and so does `--kinds KIND…`
+for the kinds of a case.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import logging
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -117,14 +118,14 @@ KINDS: dict[str, Callable[[Model], Outcome]] = {
 }
 
 
-def measured(name: str, case: Case) -> Outcome:
-    """Measure one case. A rejection must name its class."""
-    outcome: Outcome = {"class": case.class_name}
+def measured(name: str, case: Case, kinds: Collection[str], old: Outcome) -> Outcome:
+    """Measure some kinds of one case, and keep the `old` others. A rejection must name its class."""
+    outcome: Outcome = old | {"class": case.class_name}
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         oracle = strong_model(folder, case.class_name, **case.config)
         outcome["config"] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        for kind, measure in KINDS.items():
+        for kind, measure in ((kind, KINDS[kind]) for kind in kinds):
             began = time.perf_counter()
             try:
                 outcome[kind] = measure(Model(name, case, folder, oracle))
@@ -182,6 +183,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=None, help="cases and formats")
+    parser.add_argument("--kinds", nargs="*", default=[*KINDS], choices=[*KINDS])
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable()
@@ -195,7 +197,9 @@ def main() -> None:
     for name in arguments.only if arguments.only is not None else [*cases, *QUANTISERS]:
         with redirect_stderr(StringIO()):
             if name in cases:
-                result = outcomes["cases"][name] = measured(name, cases[name])
+                known = outcomes["cases"].get(name, {})
+                result = measured(name, cases[name], arguments.kinds, known)
+                outcomes["cases"][name] = result
             else:
                 result = outcomes["formats"][name] = measured_format(name)
         print(name, {key: each for key, each in result.items() if key != "config"}, flush=True)

@@ -233,6 +233,34 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         ),
     ),
     Fault(
+        "triton_latent_products_cut_by_rows",
+        "src/nano_inference/ops/cuda/latent.py",
+        old="    num_rows = len(x.tensor)\n",
+        new="    num_rows = len(x.tensor)\n    depth //= 1 + (num_rows > 4)\n",
+        seen_by="tests/ops/test_triton_latent.py -k independent",
+    ),
+    Fault(
+        "triton_latents_without_their_rotary_part",
+        "src/nano_inference/ops/cuda/attention.py",
+        old='        scores = tl.dot(q, tl.trans(keys), scores, input_precision="ieee")',
+        new='        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")',
+        seen_by="tests/ops/test_triton_attention.py -k 'mixed_chunks and heads17'",
+    ),
+    Fault(
+        "triton_keys_of_another_kind_of_layer",
+        "src/nano_inference/ops/cuda/rows.py",
+        old="                head_stride, block * BLOCK_STRIDE,",
+        new="                head_stride, block * (BLOCK_SIZE * D * KV),",
+        seen_by="tests/ops/test_triton_rope.py -k several_kinds",
+    ),
+    Fault(
+        "triton_experts_recorded_in_another_slot",
+        "src/nano_inference/ops/cuda/moe.py",
+        old="    tl.store(record_ptr + slot * K + places % K,",
+        new="    tl.store(record_ptr + slot % 32 * K + places % K,",
+        seen_by="tests/ops/test_moe.py -k triton_record",
+    ),
+    Fault(
         "segments_merged_in_order_of_arrival",
         "src/nano_inference/parallel/segments.py",
         old="""\

@@ -17,7 +17,8 @@ from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import LAWS
 from nano_inference.ops.cpu.latent import LatentWeight
-from nano_inference.ops.interface import Norm
+from nano_inference.ops.cpu.program import run_once
+from nano_inference.ops.interface import LatentWeights, Norm
 from nano_inference.ops.reference import backend as reference
 from nano_inference.ops.settings import Latent
 from tests.depth import at_depth
@@ -124,11 +125,26 @@ class Case:
         self.attended = numbers(4, num_rows, heads * sizes.key, dtype=dtype)
         self.of_heads = weight.double().unflatten(0, (heads, -1))
 
+    @property
+    def weights(self) -> LatentWeights:
+        return LatentWeights(self.kv, self.norm, self.sizes)
+
     def meet(self, ops: CpuOps) -> Tensor:
-        return ops.latent.meet(self.q, self.c, self.kv, self.norm, self.sizes)
+        return queries_and_keys(ops, self.q, self.c, self.weights)
 
     def values(self, ops: CpuOps) -> Tensor:
-        return ops.latent.values(self.attended, self.kv, self.sizes)
+        return ops.latent.values(self.attended, self.weights)
+
+
+def queries_and_keys(ops: CpuOps, q: Tensor, c: Tensor, weights: LatentWeights) -> Tensor:
+    """Return the queries over latents and, twice, the key."""
+    return run_once(
+        lambda r, q, c: r.meet(q, c, weights),
+        *(q, c.clone()),
+        dtype=weights.kv.dtype,
+        num_threads=ops.num_threads,
+        kernels=ops.kernels,
+    )[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -166,10 +182,11 @@ def test_products_are_within_their_bound(shape: tuple[int, Latent], dtype: torch
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reference_agrees_with_latent_kernels(dtype: torch.dtype) -> None:
     case, ops = Case(4, SMALL, dtype, 9), CpuOps(2)
-    expected = reference.meet(case.q.to(dtype), case.c.to(dtype), case.plain, case.norm, SMALL)
+    weights = LatentWeights(case.plain, case.norm, SMALL)
+    expected = reference.meet(case.q.to(dtype), case.c.to(dtype), weights)
     step = ULP[dtype]
     torch.testing.assert_close(case.meet(ops), expected.float(), rtol=step, atol=8 * step)
-    expected = reference.latent_values(case.attended, case.plain, SMALL)
+    expected = reference.latent_values(case.attended, weights)
     torch.testing.assert_close(case.values(ops), expected, rtol=step, atol=8 * step)
 
 
@@ -185,12 +202,12 @@ def test_latent_row_is_bitwise_independent_of_its_batch(
     for met, values in results[1:]:
         assert torch.equal(met, results[0][0])
         assert torch.equal(values, results[0][1])
-    same_bits_alone(lambda x: CpuOps(2).latent.values(x, case.kv, case.sizes), case.attended)
+    same_bits_alone(lambda x: CpuOps(2).latent.values(x, case.weights), case.attended)
     rows = torch.cat((case.q, case.c), dim=1)
     split = case.q.shape[1]
     same_bits_alone(
-        lambda x: CpuOps(2).latent.meet(
-            x[:, :split].contiguous(), x[:, split:].contiguous(), case.kv, case.norm, case.sizes
+        lambda x: queries_and_keys(
+            CpuOps(2), x[:, :split].contiguous(), x[:, split:].contiguous(), case.weights
         ),
         rows,
     )

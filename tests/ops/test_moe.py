@@ -17,7 +17,14 @@ from nano_inference.models.sharding.rank_exchange import ExpertExchange
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import LAWS, Law
-from nano_inference.ops.moe import Biases, Exchange, Experts, MoeSteps, Shared
+from nano_inference.ops.moe import (
+    Biases,
+    Exchange,
+    Experts,
+    MoeSteps,
+    Shared,
+    record_experts,
+)
 from nano_inference.ops.reference import backend as reference
 from nano_inference.ops.settings import Routing
 from tests.depth import at_depth
@@ -46,6 +53,27 @@ try:
     BACKENDS["triton"] = Backend(triton_moe.moe, triton_moe.STEPS, lambda weight: weight)
 except ImportError:
     pass
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="needs Triton")
+@given(
+    slots=st.lists(st.integers(0, 39), min_size=1, max_size=7, unique=True),
+    padding=st.lists(st.integers(0, 7), max_size=4),
+    per_token=st.sampled_from([1, 3, 8]),
+)
+def test_triton_record_has_the_experts_of_each_slot(
+    slots: list[int], padding: list[int], per_token: int
+) -> None:
+    """Padding rows, with a negative slot, may change the last slot only."""
+    where = list(slots)
+    for place in padding:
+        where.insert(place, -1)
+    ids = torch.randint(0, 2**15, (len(where), per_token))
+    record, defined = torch.full((2, 41, per_token), -1, dtype=torch.int16)
+    triton_moe.record_experts(record, torch.tensor(where), ids)
+    record_experts(defined, torch.tensor(where), ids)
+    assert torch.equal(record[:-1], defined[:-1])
+    assert (record[slots] >= 0).all()
 
 
 def rows_of(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cuda import attention
-from nano_inference.ops.cuda.attention import Attention
+from nano_inference.ops.cuda.attention import Attention, HeadShape
 from nano_inference.ops.interface import AttentionArgs
 from tests.depth import at_depth
 from tests.ops.triton_attention import (
@@ -82,6 +83,11 @@ def small(*, batch_invariant: bool, shared_items: int = 6, row_parts: int = 40) 
         (Heads(dtype=HALF, codes="int8"), 33, Memory(block_size=24)),
         (Heads(group=3, dim=24, codes="fp8"), 20, Memory(block_size=1)),
         (Heads(dim=64, dtype=HALF, codes="fp8", cap=50.0), 0, Memory(units=True, strided=True)),
+        (Heads(group=3, dim=24), 20, Memory(units=True, beside=40)),
+        (Heads(group=4, dim=320, kv_heads=1, dtype=HALF), 0, Memory(beside=32)),
+        (Heads(group=3, dim=48, kv_heads=1, unread=16), 0, Memory(padding=(4, 3))),
+        (Heads(group=40, dim=40, kv_heads=1, unread=8, dtype=HALF), 0, Memory(units=True)),
+        (Heads(group=4, dim=336, kv_heads=1, unread=48, has_sinks=True), 20, Memory(block_size=24)),
     ],
 )
 def test_attention_of_mixed_chunks_agrees_with_reference(
@@ -175,6 +181,7 @@ def _alone(heads: Heads, window: int) -> tuple[list[Rows3], list[Tensor]]:
         (Heads(group=2, kv_heads=1, has_sinks=True), 21),
         (Heads(group=2, kv_heads=1, cap=1.5), 0),
         (Heads(kv_heads=1, dtype=HALF, codes="fp8"), 21),
+        (Heads(group=34, kv_heads=1, dim=48, unread=16), 0),
     ],
 )
 @settings(max_examples=at_depth(6), deadline=None)
@@ -216,6 +223,20 @@ def test_batch_of_padding_only_does_no_work() -> None:
     assert [int(work.items.count) for works in plan.work.values() for work in works] == [0]
 
 
+def test_workspace_is_bounded_for_wide_heads() -> None:
+    """128 heads of 512 numbers have parts for 512 rows, and usual heads for all."""
+    plan = Attention(batch_invariant=True).plan(
+        batch_of_rows([Rows([1], 40, [0, 1, 2])], 16), block_size=16
+    )
+    for shape, expected in (
+        (HeadShape(8, 16, 576, 64, torch.bfloat16), 512),
+        (HeadShape(8, 4, 128, 0, torch.bfloat16), 2048),
+    ):
+        (work,) = Attention(batch_invariant=True)._work(plan, shape, torch.device("cpu"))
+        assert work.row_parts == expected
+        assert work.parts.nbytes <= attention.WORKSPACE
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(("memory", "buffers"), [(227 * 1024, 2), (163 * 1024, 2), (99 * 1024, 1)])
 def test_wide_heads_have_fewer_buffers_on_a_small_card(
@@ -228,8 +249,7 @@ def test_wide_heads_have_fewer_buffers_on_a_small_card(
         torch.device("cpu"),
     )
     for head_dim, expected in ((256, buffers), (128, 2)):
-        tilings = kernels._tilings(
-            4, head_dim, torch.bfloat16, device, indirect=False, single_rows=False
-        )
+        shape = HeadShape(1, 4, head_dim, 0, torch.bfloat16)
+        tilings = kernels._tilings(shape, device, single_rows=False)
         assert tilings[0].num_stages == 3 + 2 * (expected - 1)
         assert all(tiling.lanes <= 32 * expected for tiling in tilings)

@@ -4,6 +4,7 @@ on machines without a GPU.
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.config import KVCacheDType
-from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.device.kv_tensors import KVStorage, common_layout
 from nano_inference.device.units import UnitMap
 from nano_inference.kv_cache.sliding_window import BlockLayout, UnitPool
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.interface import HeadNorms, Norm, RopeArgs
 from nano_inference.ops.reference import backend as reference
 from tests.depth import at_depth
 from tests.invariance.scenario import spoil
+from tests.models.tiny import MORE_FAMILIES, llama_config
 from tests.ops.exactness import assert_close
 
 pytest.importorskip("triton")
@@ -322,6 +325,54 @@ def test_cache_offsets_use_64_bits():
     rope_and_store(qkv, RopeArgs(angles + 1, angles, 1, 1), positions, slot, storage, 0)
     assert torch.equal(storage.keys[0, 0, blocks - 1, 1], qkv[0, 16:32].half())
     assert torch.equal(storage.values[0, 0, blocks - 1, 1], qkv[0, 32:].half())
+
+
+GEMMA: dict[str, Any] = llama_config() | MORE_FAMILIES["gemma4"] | {"hidden_act": None}
+
+
+@settings(deadline=None, max_examples=at_depth(20))
+@given(
+    layer=st.integers(0, GEMMA["num_hidden_layers"] - 1),
+    joint=st.booleans(),
+    normed=st.booleans(),
+    units=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    seed=SEEDS,
+)
+def test_heads_of_several_kinds_agree_with_reference(layer, joint, normed, units, dtype, seed):
+    """Layers with heads of 16 and of 32, of which the last two of seven store no keys. Values may
+    be made of the keys, and have a norm of their own.
+    """
+    spec = spec_from_config(GEMMA)
+    kind, layout = spec.kinds[layer], common_layout([spec], 512)
+    kept = kind.num_kv_heads if kind.keys_of == layer else 0
+    angles = randn(POSITIONS, kind.head_dim // 2, seed=99)
+    weights = [randn(kind.head_dim, seed=seed + i, dtype=dtype) + 1 for i in range(2)]
+    norms = [Norm(weight, 1e-6, 0.0, dtype) for weight in weights]
+    ones = torch.ones(kind.head_dim, device=DEVICE)
+    of_values = Norm(ones, 1e-6, 0.0, dtype) if normed and kept else None
+    rope = RopeArgs(
+        angles.cos(), angles.sin(), 4, kept, HeadNorms(norms[0], norms[1], of_values), joint=joint
+    )
+    columns = (4 + (1 if joint else 2) * kept) * kind.head_dim
+    qkv = randn(3, columns, seed=seed, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    positions, slots = torch.tensor([3, 0, 39]), torch.randperm(18, generator=generator)[:3]
+    results = []
+    for operation in (rope_and_store, reference.rope_and_store):
+        pool = UnitPool(NUM_BLOCKS * layout.num_units, NUM_BLOCKS, layout)
+        order = torch.randperm(pool.num_units, generator=generator.manual_seed(seed)).tolist()
+        for index in range(len(pool.unit_of)):
+            pool.unit_of[index] = order[index]
+        mapped = UnitMap(pool, DEVICE) if units else None
+        storage = KVStorage(spec, NUM_BLOCKS, BLOCK_SIZE, dtype, DEVICE, mapped)
+        spoil(storage, slice(None))
+        where = positions.to(DEVICE), slots.to(DEVICE), storage, layer
+        results.append((operation(qkv, rope, *where), storage.keys, storage.values))
+    size = 1e-6 if dtype == torch.float32 else 2e-3
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=size, atol=4 * size, equal_nan=True)
+    assert results[0][1].isnan().all() == (not kept)
 
 
 def test_norm_of_another_width_is_rejected():

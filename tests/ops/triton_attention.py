@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.models.spec.layers import LayerSpec
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.interface import AttentionArgs
@@ -39,6 +40,7 @@ class Heads:
     has_sinks: bool = False
     cap: float = 0.0
     codes: KvCodes | None = None  # of keys and values
+    unread: int = 0  # first numbers of a key, if the others are its value
 
     @property
     def scores(self) -> tuple[Any, ...]:
@@ -47,7 +49,7 @@ class Heads:
         """
         many = self.group * self.kv_heads
         sinks = torch.linspace(200, -40, many, device=DEVICE) if self.has_sinks else None
-        return self.scale, sinks, self.cap
+        return self.scale, sinks, self.cap, self.unread
 
     @property
     def scale(self) -> float:
@@ -60,6 +62,7 @@ class Memory:
 
     block_size: int = 16
     units: bool = False  # a map gives the unit of each layer's block
+    beside: int = 0  # numbers a token of another layer in the same unit
     padding: tuple[int, int] = (0, 0)  # rows and chunks that only pad a graph
     strided: bool = False  # only the device has the lengths of the block table's rows
     seed: int = 0
@@ -111,17 +114,23 @@ def place(
         num_units = 2 * num_blocks
         units = torch.randperm(num_units, generator=generator).view(2, num_blocks).to(DEVICE)
     form = KvFormat(heads.dtype, heads.codes)
+    shape: tuple[int, ...]
     shape = (1 if memory.units else 2, heads.kv_heads, num_units, size, form.width(heads.dim))
+    kinds: tuple[LayerSpec, ...] = ()
+    if memory.beside:
+        kinds = (LayerSpec(heads.kv_heads, heads.dim, False, LAYER, 0),) * 2
+        shape = (num_units, (memory.beside + kinds[0].kept) * size)
     junk = -1 if form.coded else math.nan  # a scale of such bytes is NaN
     view = object.__new__(KVStorage)
+    keys, values = (torch.full(shape, junk, dtype=form.stored, device=DEVICE) for _ in range(2))
     vars(view).update(
         block_size=size,
-        keys=torch.full(shape, junk, dtype=form.stored, device=DEVICE),
-        values=torch.full(shape, junk, dtype=form.stored, device=DEVICE),
-        places=[(0, 0), (1, 0) if memory.units else (0, 1)],
+        keys=keys,
+        values=keys if heads.unread else values,
+        places=[(0, 0), (int(memory.units), memory.beside or int(not memory.units))],
         unit_map=None if units is None else SimpleNamespace(units=lambda: units),
         format=form,
-        _kinds=(),
+        _kinds=kinds,
     )
     view._layers = [view._lie(layer) for layer in range(2)]  # pyright: ignore[reportPrivateUsage]
     batch = batch_of_rows(
@@ -189,7 +198,12 @@ def attend(
     )
     assert result.shape == (len(wider), q.shape[1] * q.shape[2])
     assert result.dtype == q.dtype
-    return result[: len(q)]
+    return read(result[: len(q)], heads)
+
+
+def read(result: Tensor, heads: Heads) -> Tensor:
+    """Return the numbers of an attention's output that are read."""
+    return result.unflatten(1, (-1, heads.dim))[:, :, heads.unread :].flatten(1)
 
 
 def reference(
@@ -202,4 +216,5 @@ def reference(
     """Return the specification's result for the same rows."""
     q, batch, view = place(seqs, pieces, heads, window, memory)
     plan = reference_attention.plan_attention(batch, memory.block_size, window)
-    return reference_attention.attention(q, view, LAYER, plan, AttentionArgs(*heads.scores))
+    out = reference_attention.attention(q, view, LAYER, plan, AttentionArgs(*heads.scores))
+    return read(out, heads)

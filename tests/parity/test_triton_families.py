@@ -16,8 +16,18 @@ pytest.importorskip("triton")
 PROMPTS = [[5, 9], [(11 * i) % 290 + 3 for i in range(34)]]
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 300}
 # unique features: norms of three kinds, GELU, windows, factors
-OFTEN = ("qwen3", "gemma3", "olmo2", "granite")
-GEMMA = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+OFTEN = ("qwen3", "gemma3", "olmo2", "granite", "gemma4", "gemma4-moe", "deepseek-v3")
+LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+# sizes of families with layers of several kinds, or latents, and of other families in their tests
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gemma3": LAYERS,
+    "gemma4": LAYERS
+    | {"num_hidden_layers": 3, "layer_types": [*LAYERS["layer_types"], "full_attention"]}
+    | {"num_kv_shared_layers": 1, "head_dim": 16},
+    "gemma4-moe": LAYERS | {"head_dim": 16},
+    "deepseek-v3": {"num_hidden_layers": 2, "num_attention_heads": 4},
+    "qwen2": {"num_hidden_layers": 2},
+}
 PARAMS = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=True, ignore_eos=True)
 
 
@@ -32,12 +42,15 @@ def complete(folder: Path, **options: Any) -> list[TrainingSample]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "family",
-    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    [
+        name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
+        for name in dict.fromkeys((*FAMILIES, *SPECIAL))
+    ],
 )
 def test_triton_families_agree_with_the_reference(tmp_path: Path, family: str) -> None:
-    kv_heads = 1 if family in ("gemma3", "qwen3") else 2  # grouped query heads, and not
-    options = GEMMA if family == "gemma3" else {"num_hidden_layers": 2 if family == "qwen2" else 1}
-    folder = tiny_model(tmp_path, family, **SIZES, num_key_value_heads=kv_heads, **options)
+    kv_heads = 1 if family in ("gemma3", "gemma4", "qwen3") else 2  # grouped query heads, and not
+    options = {"num_key_value_heads": kv_heads, "num_hidden_layers": 1} | SPECIAL.get(family, {})
+    folder = tiny_model(tmp_path, family, **SIZES | options)
     expected = complete(folder, backend="reference")
     for batch_invariant in (False, True):
         with small_tiles():

@@ -415,6 +415,11 @@ def _expert_sizes(spec: ModelSpec) -> list[int]:
     return [spec.moe.intermediate_size, *shared]
 
 
+def _head_dims(spec: ModelSpec) -> list[int]:
+    """Return the numbers per head of a model's kinds of layers."""
+    return [kind.head_dim for kind in spec.kinds] or [spec.head_dim]
+
+
 def _no_kernels_for(
     backend: Backend, config: EngineConfig, specs: Specs, dtype: Dtype, device: Device
 ) -> str | None:
@@ -422,15 +427,16 @@ def _no_kernels_for(
     if backend == "cuda":
         gap = "the CUDA kernels do not support"
         for spec in specs.values():
-            if spec.latent is not None:
-                return f"{gap} attention over latents ({spec.architecture})."
-            if spec.kinds:
-                return f"{gap} layers of several kinds ({spec.architecture})."
             if spec.state is not None:
                 return f"{gap} layers with a state ({spec.architecture})."
             if spec.moe is not None and config.codes == "fp8":
                 return f"{gap} experts in FP8 ({spec.architecture}); use quantization='int8'."
-        head_dims = [spec.head_dim for spec in specs.values()]
+            if spec.latent is not None:
+                problem = availability.problem_with_latents(spec.latent.sizes)
+                if problem is not None:
+                    return problem
+        plain = [spec for spec in specs.values() if spec.latent is None]
+        head_dims = [size for spec in plain for size in _head_dims(spec)]
         problem = availability.problem_with(device, dtype, head_dims)
         if problem is None and config.cuda_overlap:
             problem = availability.problem_with_overlap(device)
@@ -465,7 +471,7 @@ def _width_without_kernels(spec: ModelSpec) -> str | None:
             "the CPU kernels need latent ranks and values that are multiples of 16; "
             f"got {spec.latent.sizes}."
         )
-    for size in [kind.head_dim for kind in spec.kinds] or [spec.head_dim]:
+    for size in _head_dims(spec):
         if size % 16 or size > MOST_HEAD_DIM:
             most = MOST_HEAD_DIM
             return f"the CPU kernels need head_dim in multiples of 16 up to {most}; got {size}."

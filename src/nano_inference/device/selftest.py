@@ -30,13 +30,14 @@ from nano_inference.errors import one_line
 from nano_inference.models.decoder import Decoder, HeadRows
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
+from nano_inference.models.spec.layers import LayerSpec
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import instruction_sets_here
 from nano_inference.ops.cuda import availability
-from nano_inference.ops.interface import FEW_ROWS, Ops
+from nano_inference.ops.interface import FEW_ROWS, AttentionArgs, LatentOps, Ops
 from nano_inference.ops.lora import Adapter
 from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.sampling.sample import Draw
@@ -231,25 +232,38 @@ def check(
 
 def _tiny(spec: ModelSpec) -> ModelSpec:
     """Return a model with the same widths, one layer of each kind, few tokens and few experts."""
-    moe = spec.moe
-    mixed = moe.layers if moe is not None else (False,) * spec.num_layers
-    kinds = list(dict.fromkeys(zip(spec.windows, mixed, spec.ropes, strict=True)))
+    moe, count = spec.moe, spec.num_layers
+    mixed = moe.layers if moe is not None else (False,) * count
+    sizes = [
+        spec.layer(layer)._replace(keys_of=int(spec.layer(layer).keys_of == layer))
+        for layer in range(count)
+    ]
+    traits = list(zip(spec.windows, mixed, spec.ropes, sizes, strict=True))
+    layers = [layer for layer in range(count) if traits.index(traits[layer]) == layer]
     few = moe and replace(
         moe,
         num_experts=min(moe.num_experts, 2 * moe.experts_per_token)
         if moe.routing.groups == 1
         else moe.num_experts,
-        layers=tuple(has_experts for _, has_experts, _ in kinds),
+        layers=tuple(mixed[layer] for layer in layers),
     )
     return replace(
         spec,
-        num_layers=len(kinds),
-        windows=tuple(window for window, _, _ in kinds),
-        ropes=tuple(rope for _, _, rope in kinds),
+        num_layers=len(layers),
+        windows=tuple(spec.windows[layer] for layer in layers),
+        ropes=tuple(spec.ropes[layer] for layer in layers),
+        kinds=tuple(_kept_kind(spec, layer, layers) for layer in layers) if spec.kinds else (),
         vocab_size=min(spec.vocab_size, VOCABULARY),
         max_position=256,
         moe=few,
     )
+
+
+def _kept_kind(spec: ModelSpec, layer: int, layers: list[int]) -> LayerSpec:
+    """Return the sizes of a layer of the remaining `layers`, which reads keys of one of them."""
+    maker = spec.kinds[layer].keys_of
+    alike = [other for other in layers if spec.windows[other] == spec.windows[maker]]
+    return spec.kinds[layer]._replace(keys_of=layers.index(layer if maker == layer else alike[0]))
 
 
 def _run(ops: Ops, spec: ModelSpec, dtype: Dtype, device: Device, block_size: int) -> list[Any]:
@@ -362,16 +376,27 @@ def _beside(ops: Ops, reference: Ops) -> Ops:
         _called("plan_attention", ops.plan_attention, args),
         reference.plan_attention(*args),
     )
-    attend = _compared(
-        "attention",
-        lambda q, view, layer, plan, scores: ops.attention(q, view, layer, plan[0], scores),
-        (lambda q, view, layer, plan, scores: reference.attention(q, view, layer, plan[1], scores)),
+    attend = _compared("attention", _attending(ops, 0), _attending(reference, 1))
+    latent = LatentOps(
+        _compared("latent store", ops.latent.store, reference.latent.store),
+        _compared("latent values", ops.latent.values, reference.latent.values),
     )
     draws = {
         name: _drawn(name, getattr(ops, name), getattr(reference, name))
         for name in ("sample", "sample_logits")
     }
-    return replace(ops, **compared | {"attention": attend} | draws)
+    return replace(ops, **compared | {"attention": attend, "latent": latent} | draws)
+
+
+def _attending(ops: Ops, place: int) -> Callable[..., Tensor]:
+    """Return the attention of `ops`, with its plan among several, and zeros that nothing reads."""
+
+    def attend(q: Tensor, view: Any, layer: int, plans: Any, scores: AttentionArgs) -> Tensor:
+        out = ops.attention(q, view, layer, plans[place], scores)
+        out.unflatten(1, (q.shape[1], -1))[:, :, : scores.unread] = 0
+        return out
+
+    return attend
 
 
 def _compared(

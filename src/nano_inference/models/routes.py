@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from nano_inference.arrays import Device, Tensor, host, namespace
 from nano_inference.models.spec.experts import MoeSpec
 from nano_inference.ops.batches import ForwardBatch
-from nano_inference.ops.moe import Note
+from nano_inference.ops.moe import Note, record_experts
 
 
 def bytes_per_token(moe: MoeSpec) -> int:
@@ -20,11 +20,25 @@ def bytes_per_token(moe: MoeSpec) -> int:
 class RouteRecord:
     """Expert ids int16 [expert layers, slots + 1, K], ascending in each row. -1: not computed.
 
-    The last slot takes the padding rows of a captured batch.
+    The last slot takes the padding rows of a captured batch. The record keeps its address, so
+    captured steps write to it.
+
+    Args:
+        moe: Layers of experts.
+        num_blocks, block_size: Sizes of the KV cache.
+        device: Device of the model.
+        write: `Ops.record_experts` of the model's backend.
     """
 
-    def __init__(self, moe: MoeSpec, num_blocks: int, block_size: int, device: Device) -> None:
-        self.block_size = block_size
+    def __init__(
+        self,
+        moe: MoeSpec,
+        num_blocks: int,
+        block_size: int,
+        device: Device,
+        write: Callable[[Tensor, Tensor, Tensor], None] = record_experts,
+    ) -> None:
+        self.block_size, self._write = block_size, write
         counts = [sum(moe.layers[:layer]) for layer in range(len(moe.layers))]
         self._places = {layer: counts[layer] for layer, mixed in enumerate(moe.layers) if mixed}
         shape = (len(self._places), num_blocks * block_size + 1, moe.experts_per_token)
@@ -46,7 +60,7 @@ class RouteRecord:
         """
         noted: list[Tensor] = []
         out.copy_(moe(x, noted.append, routed))
-        ids = namespace(x).cat(noted)
+        ids = noted[0] if len(noted) == 1 else namespace(x).cat(noted)
         if len(ids) != len(batch.slot_mapping):
             raise RuntimeError(
                 f"only {len(ids)} of {len(batch.slot_mapping)} rows were routed on this rank; a "
@@ -56,10 +70,7 @@ class RouteRecord:
 
     def write(self, layer: int, slots: Tensor, ids: Tensor) -> None:
         """Record the experts [N, K] of rows whose keys are in slots [N], except slots below 0."""
-        layer_ids = self._ids[self._places[layer]]
-        xp = namespace(ids)
-        at = xp.where(slots < 0, len(layer_ids) - 1, slots)
-        layer_ids.index_copy_(0, at, ids.to(xp.int16))
+        self._write(self._ids[self._places[layer]], slots, ids)
 
     def read(self, block_ids: Sequence[int], num_rows: int) -> Tensor:
         """Return the experts of the first rows of a sequence, from its blocks.

@@ -14,7 +14,8 @@ from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.formats import Format, Stack
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ops.lora import Adapted, Adapter, Place, placed
-from nano_inference.ops.moe import Exchange, Experts, Note
+from nano_inference.ops.moe import Exchange, Experts, Note, record_experts
+from nano_inference.ops.rowwise import normed_rows
 from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
 from nano_inference.parallel.context import SegmentRows
@@ -115,24 +116,19 @@ class Norm(NamedTuple):
     dtype: Dtype
 
 
-class LatentOps(NamedTuple, Generic[X]):
-    """Attention over latents: the operations between its products and the attention itself.
-
-    The keys and values of all heads of a token are products of one latent (MLA, arXiv:2405.04434),
-    and the cache stores the latent. Queries are projected into the latent space, and attended
-    latents are projected to values: (q W_k) · c = q · (W_k c). Attention therefore has a single KV
-    head, whose values are its keys. `kv` is a weight [heads * (plain + value), rank]. For each head
-    it holds the rows that make keys of a latent, then the rows that make values.
+class LatentWeights(NamedTuple):
+    """Weights of attention over latents.
 
     Attributes:
-        meet: (q [N, heads * (plain + rotary)], c [N, rank + rotary], kv, norm, sizes) -> [N, (heads
-            + 2) * key]: the queries, then the key twice. The key holds the normed latent.
-            `Ops.rope_and_store` takes the result as the input of one KV head.
-        values: (attended [N, heads * key], kv, sizes) -> [N, heads * value].
+        kv: [heads * (plain + value), rank]. For each head it holds the rows that make keys of a
+            latent, then the rows that make values.
+        norm: Norm of the latents.
+        sizes: Sizes of latents and heads.
     """
 
-    meet: Callable[[X, X, Weight, Norm, Latent], X]
-    values: Callable[[X, Weight, Latent], X]
+    kv: Weight
+    norm: Norm
+    sizes: Latent
 
 
 class HeadNorms(NamedTuple):
@@ -170,6 +166,46 @@ class RopeArgs(NamedTuple):
     joint: bool = False
 
 
+class LatentStore(Protocol[X]):
+    """Norm, rotary embedding and write of new latents, and the queries that attend to them."""
+
+    def __call__(
+        self,
+        q: X,
+        c: X,
+        weights: LatentWeights,
+        rope: RopeArgs,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        view: KvcacheView,
+        layer: int,
+        /,
+    ) -> X:
+        """Write a key for each row of c [N, rank + rotary] to its slot: the rotated numbers, then
+        the normed latent. Return the queries [N, heads, key], made of q [N, heads * (plain +
+        rotary)]: the rotated numbers, then the product of the plain ones and the head's key rows.
+        """
+        ...
+
+
+class LatentOps(NamedTuple, Generic[X]):
+    """Attention over latents: the operations between its products and the attention itself.
+
+    The keys and values of all heads of a token are products of one latent (MLA, arXiv:2405.04434),
+    and the cache stores the latent. Queries are projected into the latent space, and attended
+    latents are projected to values: (q W_k) · c = q · (W_k c). Attention therefore has a single KV
+    head, whose values are its keys.
+
+    Attributes:
+        store: See `LatentStore`.
+        values: (attended [N, heads * key], weights) -> [N, heads * value]. The rotated numbers of
+            `attended` are not read.
+    """
+
+    store: LatentStore[X]
+    values: Callable[[X, LatentWeights], X]
+
+
 class AttentionArgs(NamedTuple):
     """Parameters of the scores of a layer, the same in every step.
 
@@ -178,11 +214,13 @@ class AttentionArgs(NamedTuple):
         sinks: float32 [heads]: scores without a key, neither scaled nor capped, that form the last
             term of the softmax's sum. None: no sinks.
         cap: Soft cap: a scaled score s becomes cap * tanh(s / cap). 0: no cap.
+        unread: First numbers of a head's output that nothing reads. They are undefined.
     """
 
     scale: float
     sinks: Tensor | None = None
     cap: float = 0.0
+    unread: int = 0
 
 
 # -- the operations of a trunk ---------------------------------------------------------------------
@@ -572,6 +610,11 @@ class Ops:
         score_logits: (logits [L, V], token_ids [L], temperatures [L]) -> the same, from computed
             logits.
         compile: Compiler of trunks. None: the trunk is called in every step.
+        record_experts: (record int16 [slots + 1, K], slots int64 [N], ids int64 [N, K]) -> writes
+            the experts of each row to its slot. Rows with a negative slot are padding, and may be
+            written to the last slot.
+        normed_rows: (x [..., width], norm) -> the norm of each row, for functions in the middle of
+            a trunk (`call`).
         has_adapters: True if the backend implements `lora`.
         step_adapters: Adapters as `lora` reads them. None: `lora` reads `ForwardBatch.adapters`.
         few_rows: (trunk, batch, view) -> the result of `trunk(ops, batch, view)` up to rounding,
@@ -613,6 +656,8 @@ class Ops:
     sigmoid_gate: Callable[[Tensor, Tensor], Tensor] = _NO_GATES
     latent: LatentOps[Tensor] = _NO_LATENTS
     lora: Lora[Tensor] = _NO_ADAPTERS
+    record_experts: Callable[[Tensor, Tensor, Tensor], None] = record_experts
+    normed_rows: Callable[[Tensor, Norm], Tensor] = normed_rows
     has_adapters: bool = False
     step_adapters: StepAdapters | None = None
     few_rows: Callable[[Trunk, ForwardBatch, KvcacheView], Tensor] | None = None

@@ -80,6 +80,13 @@ Note = Callable[[Tensor], None]
 Exchange = Callable[[MoeSteps, Tensor, Experts], Tensor]
 
 
+def record_experts(record: Tensor, slots: Tensor, ids: Tensor) -> None:
+    """Implement `Ops.record_experts`. Padding rows are written to the last slot."""
+    xp = namespace(ids)
+    at = xp.where(slots < 0, len(record) - 1, slots)
+    record.index_copy_(0, at, ids.to(xp.int16))
+
+
 def mixture(
     steps: MoeSteps,
     x: Tensor,

@@ -157,7 +157,8 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     storages = _storages(plan, cache)
     record, moe, kept = None, plan.parts[POLICY].spec.moe, storages[POLICY]
     if config.enable_return_routed_experts and moe is not None:
-        record = RouteRecord(moe, kept.num_blocks, kept.block_size, device)
+        sizes, write = (kept.num_blocks, kept.block_size), models[POLICY].ops.record_experts
+        record = RouteRecord(moe, *sizes, device, write)
     spec = None if plan.heads is None else plan.heads[1]
     taps = Taps(spec.layer_ids) if isinstance(spec, EagleSpec) else None
     if config.draft_model == MTP:

@@ -315,7 +315,7 @@ class TorchDecoder:
     def _met(
         self, normed: Tensor, params: Mapping[str, Tensor], name: str, latent: LatentSpec
     ) -> Tensor:
-        """Compute `LatentOps.meet`: queries that attend to latents, and the key twice."""
+        """Compute queries that attend to latents, and the key twice."""
         sizes, q = latent.sizes, normed
 
         def norm(x: Tensor, weight: Tensor) -> Tensor:

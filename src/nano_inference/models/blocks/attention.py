@@ -40,15 +40,21 @@ class Attend:
             kind.joint,
         )
         self.scores = AttentionArgs(
-            spec.attention_scale, part.params.get(f"layers.{layer}.sinks"), spec.attention_cap
+            spec.attention_scale,
+            part.params.get(f"layers.{layer}.sinks"),
+            spec.attention_cap,
+            0 if spec.latent is None else spec.latent.sizes.rotary,
         )
         self.window, self.width = spec.windows[layer], spec.num_heads * kind.head_dim
         self.context, self.dtype = part.context, part.dtype
 
     def __call__(self, step: Step[X], qkv: X) -> X:
         """Compute [queries, keys, values] -> attention's output [N, heads * D]."""
+        return self.read(step, self.store(step, qkv))
+
+    def read(self, step: Step[X], q: X) -> X:
+        """Compute the queries of stored rows -> attention's output [N, heads * D]."""
         ops, batch, view, layer = step.ops, step.batch, step.view, self.layer
-        q = self.store(step, qkv)
         if self.context is None:
             return ops.attention(q, view, layer, step.plans[self.window], self.scores)
         attend = self.context.attention(view, layer, self.window, self.scores)

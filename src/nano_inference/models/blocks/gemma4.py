@@ -2,6 +2,7 @@
 factor of the layer's output.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from nano_inference.arrays import Tensor, namespace
@@ -10,7 +11,7 @@ from nano_inference.models.blocks.layer import Layer
 from nano_inference.models.blocks.step import ModelPart, Step, rounded
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import Norm, Operations, X
-from nano_inference.ops.rowwise import gate, normed_rows
+from nano_inference.ops.rowwise import gate
 
 
 class Gemma4Layer:
@@ -85,7 +86,7 @@ class LayerInputs:
         self.rounding, self.residual_scale = Norm(None, 0.0, 0.0, part.dtype), spec.residual_scale
         # rounded as in training
         self.embed_scale = rounded(spec.layer_inputs**0.5, part.dtype)
-        self.join = partial(_join, norm, spec.hidden_size**-0.5)
+        self.join = partial(_join, part.ops.normed_rows, norm, spec.hidden_size**-0.5)
         self.width, self.float32 = spec.num_layers * spec.layer_inputs, part.float32
 
     def __call__(self, ops: Operations[X], batch: ForwardBatch, rows: X) -> X:
@@ -127,7 +128,13 @@ def _times(number: Tensor, _batch: ForwardBatch, out: Tensor, x: Tensor) -> None
 
 
 def _join(
-    norm: Norm, scale: float, _batch: ForwardBatch, out: Tensor, projected: Tensor, known: Tensor
+    normed_rows: Callable[[Tensor, Norm], Tensor],
+    norm: Norm,
+    scale: float,
+    _batch: ForwardBatch,
+    out: Tensor,
+    projected: Tensor,
+    known: Tensor,
 ) -> None:
     """Fill `out` with the inputs of all layers: the projected embeddings, normalized by layer, plus
     the inputs looked up for the tokens, divided by the root of 2.

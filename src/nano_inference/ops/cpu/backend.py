@@ -27,12 +27,12 @@ from nano_inference.ops.interface import (
     AttentionArgs,
     KvcacheView,
     LatentOps,
+    LatentWeights,
     Norm,
     Ops,
     Packing,
     RopeArgs,
     Trunk,
-    Weight,
     call,
 )
 from nano_inference.ops.lora import Adapted, Place
@@ -54,7 +54,7 @@ class CpuOps:
         self.states = CpuStates(self.kernels, num_threads)
         self.short_conv, self.delta_net = self.states.short_conv, self.states.delta_net
         self.sigmoid_gate = self.states.sigmoid_gate
-        self.latent = LatentOps(self._meet, self._latent_values)
+        self.latent = LatentOps(self._store_latents, self._latent_values)
         self.arena = Arena()
         self.packing = Packing(LAYOUT, lambda arena: partial(self.allocate, arena=arena))
         self.partial = partial_attention(self.kernels, num_threads)
@@ -179,19 +179,35 @@ class CpuOps:
         """Implement `Ops.gate`. The result is rounded to `dtype`, by default that of x."""
         return self._run(lambda r, x: r.gate(x, activation), x.float(), dtype=dtype or x.dtype)[0]
 
-    def _meet(self, q: Tensor, c: Tensor, kv: Weight, norm: Norm, sizes: Latent) -> Tensor:
-        return self._run(
-            lambda r, q, c: r.latent.meet(q, c, kv, norm, sizes),
+    def _store_latents(
+        self,
+        q: Tensor,
+        c: Tensor,
+        weights: LatentWeights,
+        rope: RopeArgs,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        view: KvcacheView,
+        layer: int,
+    ) -> Tensor:
+        queries = self._run(
+            lambda r, q, c: r.latent.store(
+                q, c, weights, rope, positions, slot_mapping, view, layer
+            ),
             q.float().contiguous(),
             c.float().contiguous(),
-            dtype=dtype_for(q, kv.dtype),
+            dtype=dtype_for(q, view.format.dtype),
+            storage=view,
+            positions=positions,
+            slot_mapping=slot_mapping,
         )[0]
+        return queries.reshape(len(queries), rope.num_heads, -1)
 
-    def _latent_values(self, attended: Tensor, kv: Weight, sizes: Latent) -> Tensor:
+    def _latent_values(self, attended: Tensor, weights: LatentWeights) -> Tensor:
         return self._run(
-            lambda r, x: r.latent.values(x, kv, sizes),
+            lambda r, x: r.latent.values(x, weights),
             attended,
-            dtype=dtype_for(attended, kv.dtype),
+            dtype=dtype_for(attended, weights.kv.dtype),
         )[0]
 
     def allocate(

@@ -41,12 +41,12 @@ from nano_inference.ops.interface import (
     Joint,
     KvcacheView,
     LatentOps,
+    LatentWeights,
     Norm,
     RopeArgs,
     Weight,
 )
 from nano_inference.ops.moe import Exchange, Experts, Note
-from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from nano_inference.parallel.bounds import check_segments
 
@@ -79,7 +79,7 @@ class Recorder:
 
     @property
     def latent(self) -> LatentOps[Buffer]:  # made when asked for, so that no cycle keeps weights
-        return LatentOps(self._meet, self._latent_values)
+        return LatentOps(self._store_latents, self._latent_values)
 
     def new(self, columns: int, dtype: Dtype) -> Buffer:
         """Return a new buffer."""
@@ -262,8 +262,15 @@ class Recorder:
         self.operations.append(Operation(ATTENTION, (q,), out, bias=sinks, values=values))
         return out
 
-    def _meet(self, q: Buffer, c: Buffer, kv: Weight, norm: Norm, sizes: Latent) -> Buffer:
-        """Record `LatentOps.meet`: one product per head, then a pass over the rows."""
+    def _store_latents(
+        self, q: Buffer, c: Buffer, weights: LatentWeights, rope: RopeArgs, *where: Any
+    ) -> Buffer:
+        """Record `LatentOps.store`: one product per head, a pass over the rows, and the store."""
+        return self.rope_and_store(self.meet(q, c, weights), rope, *where)
+
+    def meet(self, q: Buffer, c: Buffer, weights: LatentWeights) -> Buffer:
+        """Record the queries over latents and, twice, the key: `ops.reference.backend.meet`."""
+        kv, norm, sizes = weights
         assert isinstance(kv, LatentWeight)
         query = sizes.plain + sizes.rotary
         _require(
@@ -282,8 +289,9 @@ class Recorder:
         self.operations.append(Operation(MEET, (c,), out, q, norms=norms, values=values))
         return out
 
-    def _latent_values(self, attended: Buffer, kv: Weight, sizes: Latent) -> Buffer:
+    def _latent_values(self, attended: Buffer, weights: LatentWeights) -> Buffer:
         """Record `LatentOps.values`: one product per head."""
+        kv, _, sizes = weights
         assert isinstance(kv, LatentWeight)
         _require(
             kv.sizes == sizes and attended.columns == kv.heads * sizes.key,

@@ -8,13 +8,15 @@ import re
 from collections.abc import Iterable
 
 from nano_inference.arrays import Device, Dtype, dtype_name
+from nano_inference.ops.settings import Latent
 
 # Files of NVIDIA's driver: on Linux, on Jetson boards, and on Linux within Windows.
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1")
 MIN_CAPABILITY = (8, 0)  # supports bfloat16 products, with enough shared memory for the tiles
 OVERLAP_CAPABILITY = (9, 0)  # supports programmatic dependent launch
 MIN_TRITON = (3, 4)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+MAX_RANK, MAX_ROTARY = 512, 128  # numbers of a latent, and rotated ones of its key
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -34,6 +36,17 @@ def problem_with(device: Device, dtype: Dtype, head_dims: Iterable[int]) -> str 
                 f"{MAX_HEAD_DIM}."
             )
     return problem
+
+
+def problem_with_latents(sizes: Latent) -> str | None:
+    """Return the reason why the kernels do not support latents of these sizes. None: they do."""
+    for name, size, most in (("rank", sizes.rank, MAX_RANK), ("rotary", sizes.rotary, MAX_ROTARY)):
+        if size % 8 or size > most:
+            return (
+                f"latents with {name}={size} have no CUDA kernels; they support multiples of 8 up "
+                f"to {most}."
+            )
+    return None
 
 
 def problem_with_gpu(device: Device) -> str | None:

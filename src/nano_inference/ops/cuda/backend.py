@@ -9,10 +9,11 @@ from torch import Tensor
 from nano_inference.ops.cuda import matmul, sampling
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.few_rows import few_rows
+from nano_inference.ops.cuda.latent import LATENT_OPS
 from nano_inference.ops.cuda.lora import GroupedLora, placed
-from nano_inference.ops.cuda.moe import moe
+from nano_inference.ops.cuda.moe import moe, record_experts
 from nano_inference.ops.cuda.quantised import AlignedWeight, quantised_embedding, quantised_product
-from nano_inference.ops.cuda.rows import embed, gate, rms_norm, rope_and_store
+from nano_inference.ops.cuda.rows import embed, gate, normed_rows, rms_norm, rope_and_store
 from nano_inference.ops.formats import Format, Stack
 from nano_inference.ops.interface import (
     Ops,
@@ -50,6 +51,9 @@ class CudaOps:
     call = staticmethod(call)
     columns = staticmethod(columns)
     placed = staticmethod(placed)
+    normed_rows = staticmethod(normed_rows)
+    record_experts = staticmethod(record_experts)
+    latent = LATENT_OPS
     has_adapters = True
 
     def __init__(self, *, batch_invariant: bool, overlaps: bool = False) -> None:

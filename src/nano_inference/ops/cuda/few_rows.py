@@ -64,6 +64,7 @@ from nano_inference.ops.interface import (
     Joint,
     KvcacheView,
     LatentOps,
+    LatentWeights,
     Norm,
     Operations,
     Ops,
@@ -73,7 +74,6 @@ from nano_inference.ops.interface import (
 )
 from nano_inference.ops.lora import Adapted
 from nano_inference.ops.moe import Exchange, Experts, Note
-from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
 
 
@@ -109,7 +109,7 @@ class FewRows:
     def __init__(self, ops: Ops, *, overlaps: bool = False) -> None:
         self._ops, self._overlaps = ops, overlaps
         self.embed, self.plan_attention = ops.embed, ops.plan_attention
-        self.latent = LatentOps[Value](self._meet, self._latent_values)
+        self.latent = LatentOps[Value](self._store_latents, self._latent_values)
 
     def made(self, value: Value) -> Tensor:
         """Compute the value as a tensor."""
@@ -227,11 +227,22 @@ class FewRows:
     def lora(self, y: Value, x: Value, name: str, rows: Adapted) -> Tensor:
         return self._ops.lora(self.made(y), self.made(x), name, rows)
 
-    def _meet(self, q: Value, c: Value, kv: Weight, norm: Norm, sizes: Latent) -> Value:
-        return self._ops.latent.meet(self.made(q), self.made(c), kv, norm, sizes)
+    def _store_latents(
+        self,
+        q: Value,
+        c: Value,
+        weights: LatentWeights,
+        rope: RopeArgs,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        view: KvcacheView,
+        layer: int,
+    ) -> Tensor:
+        where = positions, slot_mapping, view, layer
+        return self._ops.latent.store(self.made(q), self.made(c), weights, rope, *where)
 
-    def _latent_values(self, attended: Value, kv: Weight, sizes: Latent) -> Value:
-        return self._ops.latent.values(self.made(attended), kv, sizes)
+    def _latent_values(self, attended: Value, weights: LatentWeights) -> Tensor:
+        return self._ops.latent.values(self.made(attended), weights)
 
 
 def few_rows(

@@ -54,9 +54,13 @@ def moe(
 
 def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """Implement `MoeSteps.route` with one program per row."""
-    bias = None if experts.biases is None else experts.biases.router
-    logits = invariant_product(x, experts.router, bias, torch.float32)
     routing, shared = experts.routing, experts.shared
+    bias = None if experts.biases is None else experts.biases.router
+    if routing.logit_scale == 1:
+        logits = invariant_product(x, experts.router, bias, torch.float32)
+    else:
+        logits = invariant_product(x, experts.router, None, torch.float32) * routing.logit_scale
+        logits = logits if bias is None else logits + bias
     ids = torch.empty((len(x), routing.per_token), dtype=torch.int64, device=x.device)
     weights = torch.empty((len(x), experts.num_weights), device=x.device)
     if len(x):
@@ -143,6 +147,16 @@ def combine(products: Tensor, weights: Tensor) -> Tensor:
 
 
 STEPS = MoeSteps(route, products, combine)
+
+
+def record_experts(record: Tensor, slots: Tensor, ids: Tensor) -> None:
+    """Implement `Ops.record_experts` in one launch. Padding rows are not written."""
+    count = ids.numel()
+    if count:
+        _record_kernel[(triton.cdiv(count, SUM_BLOCK),)](
+            record, slots.contiguous(), ids, count, ids.shape[1], SUM_BLOCK,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _tiles(held: Tensor, num_experts: int) -> ExpertTiles:
@@ -314,6 +328,15 @@ def _products_kernel(
         targets = who
     out_ptrs = out_ptr + targets[:, None] * COLUMNS_IN_ALL + columns[None, :]
     tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask[:, None] & column_mask[None, :])
+
+
+@triton.jit(do_not_specialize=["count"])
+def _record_kernel(record_ptr, slots_ptr, ids_ptr, count, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the ids of each row at its slot. Grid (blocks of ids)."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + places // K, mask=places < count, other=-1)
+    ids = tl.load(ids_ptr + places, mask=places < count, other=0)
+    tl.store(record_ptr + slot * K + places % K, ids.to(tl.int16), mask=slot >= 0)
 
 
 @triton.jit

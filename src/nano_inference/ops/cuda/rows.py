@@ -84,6 +84,11 @@ def rms_norm(
     return normed, added
 
 
+def normed_rows(x: Tensor, norm: Norm) -> Tensor:
+    """Implement `Ops.normed_rows`, whose sums have the order of `rms_norm`."""
+    return rms_norm(None, x.reshape(-1, x.shape[-1]), norm)[0].view(x.shape)
+
+
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     """Implement `Ops.gate` with programs of 1,024 columns."""
     rows, inner = len(gate_up), gate_up.shape[1] // 2
@@ -250,7 +255,7 @@ def _noise_keys_kernel(streams, positions, keys, count, BLOCK: tl.constexpr):
 
 
 _MOST_HEADS = 8  # heads per program
-_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _NO_NORM, _ROUNDED, _HEAD, _FULL = (tl.constexpr(kind) for kind in range(4))
 
 
@@ -271,7 +276,8 @@ def rope_and_store(
         ValueError: A norm's width is neither that of one head nor of all heads of a row.
     """
     num_heads, num_kv_heads = rope.num_heads, rope.num_kv_heads
-    rows, head_dim = len(qkv), qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    of_keys = num_heads if rope.joint else num_heads + num_kv_heads  # first head of the values
+    rows, head_dim = len(qkv), qkv.shape[1] // (of_keys + num_kv_heads)
     # qkv of a quantized weight is float32
     out = torch.empty((rows, num_heads, head_dim), dtype=view.format.dtype, device=qkv.device)
     if not rows:
@@ -279,25 +285,30 @@ def rope_and_store(
     qkv = aligned(qkv)
     q_norm = _norm_arguments(qkv, rope.norms.queries, 0, num_heads, head_dim)
     k_norm = _norm_arguments(qkv, rope.norms.keys, num_heads, num_kv_heads, head_dim)
-    unit, index = view.places[layer]
-    unit_map = view.unit_map
-    # [kv heads, units, block_size, row width]
-    keys, values = view.keys[index], view.values[index]
+    v_norm = _norm_arguments(qkv, rope.norms.values, of_keys, num_kv_heads, head_dim)
+    keys, values = view.lie(layer)  # [kv heads, units, block_size, row width]
     key_scales, value_scales = scales_within(keys, view), scales_within(values, view)
     half = triton.next_power_of_2(head_dim // 2)
-    group = min(triton.next_power_of_2(num_kv_heads), _MOST_HEADS)
-    parts = triton.cdiv(num_heads, group) + 2 * triton.cdiv(num_kv_heads, group)
+    group = min(triton.next_power_of_2(num_kv_heads or num_heads), _MOST_HEADS)
+    kinds = 1 if view.values is view.keys else 2  # latents are stored once
+    parts = triton.cdiv(num_heads, group) + kinds * triton.cdiv(num_kv_heads, group)
     _rope_kernel[(rows, parts)](
         qkv, aligned(rope.cos), aligned(rope.sin), positions.contiguous(),
-        slot_mapping.contiguous(),
-        None if unit_map is None else unit_map.units()[unit], keys, values, key_scales,
+        slot_mapping.contiguous(), units_of(view, layer), keys, values, key_scales,
         value_scales, out, rope.query_scales,
-        *q_norm, *k_norm, keys.stride(0), keys.shape[2], num_heads, num_kv_heads, head_dim,
-        rope.cos.shape[1], rope.interleaved, group, half, kind_of(view.format.codes), overlaps,
+        *q_norm, *k_norm, *v_norm, keys.stride(0), keys.shape[2], keys.stride(1), num_heads,
+        num_kv_heads, rope.joint, head_dim, rope.cos.shape[1], rope.interleaved, group, half,
+        kind_of(view.format.codes), overlaps,
         num_warps=min(max(group * half // 256, 1), 4), enable_fp_fusion=False,
         **overlapping(overlaps),
     )  # fmt: skip
     return out
+
+
+def units_of(view: KvcacheView, layer: int) -> Tensor | None:
+    """Return the units [blocks] that hold a layer's keys, or None if block ids are unit ids."""
+    unit_map = view.unit_map
+    return None if unit_map is None else unit_map.units()[view.places[layer][0]]
 
 
 def scales_within(cache: Tensor, view: KvcacheView) -> Tensor | None:
@@ -313,7 +324,7 @@ def _norm_arguments(
     """Return (weight, factor of each row, eps, offset, kind, dtype) of one norm for the kernel."""
     if norm is None:
         return None, None, 0.0, 0.0, _NO_NORM.value, tl.float32
-    rounded = _DTYPES[norm.dtype]
+    rounded = DTYPES[norm.dtype]
     if norm.weight is None:
         return None, None, norm.eps, norm.offset, _ROUNDED.value, rounded
     width, weight = len(norm.weight), aligned(norm.weight)
@@ -378,16 +389,19 @@ def _normed(
 
 
 @triton.jit
-def _rope_kernel(
+def _rope_kernel(  # noqa: C901 - most conditions are known at compile time
     qkv, cos, sin, positions, slots, units, keys, values, key_scales, value_scales, out,
     query_scales, q_weight, q_factors, q_eps, q_offset, Q_KIND: tl.constexpr, Q_DTYPE: tl.constexpr,
     k_weight, k_factors, k_eps, k_offset, K_KIND: tl.constexpr, K_DTYPE: tl.constexpr,
-    head_stride, BLOCK_SIZE: tl.constexpr, Q: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
-    TURNING: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-    CODES: tl.constexpr, OVERLAPS: tl.constexpr,
+    v_weight, v_factors, v_eps, v_offset, V_KIND: tl.constexpr, V_DTYPE: tl.constexpr,
+    head_stride, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, Q: tl.constexpr,
+    KV: tl.constexpr, JOINT: tl.constexpr, D: tl.constexpr, TURNING: tl.constexpr,
+    INTERLEAVED: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, CODES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Rotate and store some heads of a row. Programs: (rows, groups of queries, then of keys, then
     of values). The first TURNING pairs rotate; the remaining numbers are processed in twos as well.
+    If JOINT, the values are made of the keys' numbers.
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -396,6 +410,7 @@ def _rope_kernel(
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (Q + GROUP - 1) // GROUP
     KV_PARTS: tl.constexpr = (KV + GROUP - 1) // GROUP
+    OF_VALUES: tl.constexpr = Q if JOINT else Q + KV  # their first head
     is_query = part < Q_PARTS
     is_value = part >= Q_PARTS + KV_PARTS
 
@@ -404,7 +419,7 @@ def _rope_kernel(
         tl.where(is_query, part, tl.where(is_value, part - Q_PARTS - KV_PARTS, part - Q_PARTS))
         * GROUP
     )
-    begin = tl.where(is_query, 0, tl.where(is_value, (Q + KV) * D, Q * D))
+    begin = tl.where(is_query, 0, tl.where(is_value, OF_VALUES * D, Q * D))
     heads = first_head + tl.arange(0, GROUP)
     pairs = tl.arange(0, HALF)
     turning = pairs < TURNING
@@ -415,7 +430,7 @@ def _rope_kernel(
         columns, others = pairs, pairs + TURNING
     columns = tl.where(turning, columns, pairs + TURNING)
     others = tl.where(turning, others, pairs + D // 2)
-    source = qkv + row * ((Q + 2 * KV) * D) + begin + heads[:, None] * D
+    source = qkv + row * ((OF_VALUES + KV) * D) + begin + heads[:, None] * D
     first = tl.load(source + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + others[None, :], mask=inside, other=0.0).to(tl.float32)
 
@@ -441,6 +456,11 @@ def _rope_kernel(
             if is_query:
                 scale = tl.load(query_scales + position)
                 first, second = first * scale, second * scale
+    elif V_KIND != _NO_NORM:
+        first, second = _normed(
+            first, second, row, heads, columns, others, inside,
+            v_weight, v_factors, v_eps, v_offset, V_KIND, V_DTYPE, D,
+        )  # fmt: skip
 
     first, second = first.to(out.dtype.element_ty), second.to(out.dtype.element_ty)
     if is_query:
@@ -455,7 +475,7 @@ def _rope_kernel(
                 block = tl.load(units + block)
             _store_heads(
                 first, second, keys, values, key_scales, value_scales, is_value, heads,
-                head_stride, block, slot % BLOCK_SIZE, columns, others, inside,
+                head_stride, block * BLOCK_STRIDE, slot % BLOCK_SIZE, columns, others, inside,
                 BLOCK_SIZE, KV, D, CODES,
             )  # fmt: skip
 
@@ -463,14 +483,14 @@ def _rope_kernel(
 @triton.jit
 def _store_heads(
     first, second, keys, values, key_scales, value_scales, is_value, heads,
-    head_stride, block, token, columns, others, inside,
+    head_stride, block_start, token, columns, others, inside,
     BLOCK_SIZE: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Store heads of a row, as numbers or as codes with a scale a head (`ops/kv_codes.py`)."""
     cache = tl.where(is_value, values, keys)
     starts = heads[:, None].to(tl.int64) * head_stride
     if CODES == PLAIN:
-        target = cache + (starts + (block * BLOCK_SIZE + token) * D)
+        target = cache + (starts + (block_start + token * D))
         tl.store(target + columns[None, :], first.to(cache.dtype.element_ty), mask=inside)
         tl.store(target + others[None, :], second.to(cache.dtype.element_ty), mask=inside)
     else:
@@ -478,7 +498,6 @@ def _store_heads(
         finite = tl.min(tl.minimum(is_finite(one), is_finite(other)), axis=1)
         largest = tl.max(tl.maximum(tl.abs(one), tl.abs(other)), axis=1)
         scale, inverse = scale_and_inverse(largest, finite, CODES)
-        block_start = block * (BLOCK_SIZE * (D + 4))
         target = cache + (starts + (block_start + token * D))
         inverse, finite = inverse[:, None], finite[:, None]
         tl.store(target + columns[None, :], encoded(one, inverse, finite, CODES), mask=inside)

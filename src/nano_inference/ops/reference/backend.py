@@ -20,6 +20,7 @@ from nano_inference.ops.interface import (
     HeadParts,
     KvcacheView,
     LatentOps,
+    LatentWeights,
     Norm,
     Ops,
     PartialAttention,
@@ -392,8 +393,28 @@ def moe(
     return mixture(MOE, x, experts, exchange, EXPERT_TILE, note, routed)
 
 
-def meet(q: Tensor, c: Tensor, kv: Weight, norm: Norm, sizes: Latent) -> Tensor:
-    """Implement `LatentOps.meet` with a separate product for each head."""
+def store_latents(
+    q: Tensor,
+    c: Tensor,
+    weights: LatentWeights,
+    rope: RopeArgs,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    view: KvcacheView,
+    layer: int,
+) -> Tensor:
+    """Implement `LatentOps.store`."""
+    met = meet(q, c, weights)
+    return rope_and_store(met, rope, positions, slot_mapping, view, layer)
+
+
+def meet(q: Tensor, c: Tensor, weights: LatentWeights) -> Tensor:
+    """Compute q [N, heads * (plain + rotary)] and c [N, rank + rotary] -> the queries and, twice,
+    the key, [N, (heads + 2) * key], with a separate product for each head.
+
+    `rope_and_store` takes the result as the input of one KV head.
+    """
+    kv, norm, sizes = weights
     assert isinstance(kv, Tensor)
     q = q.to(kv.dtype)  # q of a quantized weight is float32
     of_heads = q.unflatten(1, (-1, sizes.plain + sizes.rotary))
@@ -408,8 +429,9 @@ def meet(q: Tensor, c: Tensor, kv: Weight, norm: Norm, sizes: Latent) -> Tensor:
     return out.flatten(1)
 
 
-def latent_values(attended: Tensor, kv: Weight, sizes: Latent) -> Tensor:
+def latent_values(attended: Tensor, weights: LatentWeights) -> Tensor:
     """Implement `LatentOps.values` with a separate product for each head."""
+    kv, _, sizes = weights
     assert isinstance(kv, Tensor)
     of_heads = attended.unflatten(1, (-1, sizes.key))[:, :, sizes.rotary :]
     by_head = kv.unflatten(0, (of_heads.shape[1], -1))
@@ -453,7 +475,7 @@ def reference_ops() -> Ops:
         call=call,
         columns=columns,
         head_parts=HeadParts(VOCAB_BLOCK, draw_part, score_of_part),
-        latent=LatentOps(meet, latent_values),
+        latent=LatentOps(store_latents, latent_values),
         lora=lora,
         has_adapters=True,
     )
