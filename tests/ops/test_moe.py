@@ -66,8 +66,8 @@ def test_triton_record_has_the_experts_of_each_slot(
 ) -> None:
     """Padding rows, with a negative slot, may change the last slot only."""
     where = list(slots)
-    for place in padding:
-        where.insert(place, -1)
+    for index in padding:
+        where.insert(index, -1)
     ids = torch.randint(0, 2**15, (len(where), per_token))
     record, defined = torch.full((2, 41, per_token), -1, dtype=torch.int16)
     triton_moe.record_experts(record, torch.tensor(where), ids)

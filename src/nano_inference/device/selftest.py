@@ -388,11 +388,11 @@ def _beside(ops: Ops, reference: Ops) -> Ops:
     return replace(ops, **compared | {"attention": attend, "latent": latent} | draws)
 
 
-def _attending(ops: Ops, place: int) -> Callable[..., Tensor]:
+def _attending(ops: Ops, index: int) -> Callable[..., Tensor]:
     """Return the attention of `ops`, with its plan among several, and zeros that nothing reads."""
 
     def attend(q: Tensor, view: Any, layer: int, plans: Any, scores: AttentionArgs) -> Tensor:
-        out = ops.attention(q, view, layer, plans[place], scores)
+        out = ops.attention(q, view, layer, plans[index], scores)
         out.unflatten(1, (q.shape[1], -1))[:, :, : scores.unread] = 0
         return out
 

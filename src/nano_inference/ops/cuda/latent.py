@@ -5,8 +5,8 @@ Two kernels store a step's latents and make its queries:
 - `_by_head_kernel` multiplies the plain numbers of each query by the head's key rows, and attended
   latents by the head's value rows. Each head's weight is read where the checkpoint has it, so
   updates need no second copy.
-- `_latent_kernel` rotates the queries' other numbers. It norms and rotates each row's key, and writes
-  it to its slot.
+- `_latent_kernel` rotates the queries' other numbers. It norms and rotates each row's key, and
+  writes it to its slot.
 
 A product adds up in the order of k, by the same instruction for any number of rows, and a row's
 other operations are its own. So a row's bits do not depend on other rows.
@@ -100,7 +100,7 @@ def store(
 
 
 def values(attended: Tensor, weights: LatentWeights) -> Tensor:
-    """Implement `LatentOps.values`."""
+    """Implement `LatentOps.values` with one product per head."""
     kv, _, sizes = weights
     assert isinstance(kv, Tensor)
     by_head = sizes.plain + sizes.value
