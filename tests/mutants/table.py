@@ -1448,7 +1448,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "experts_get_gradients_without_their_weight",
         "src/nano_inference/rl/backward/experts.py",
-        old="d_y = d_rows * factors[own.rows, own.places, None]",
+        old="d_y = d_rows * factors[chosen.rows, chosen.places, None]",
         new="d_y = d_rows.clone()",
         seen_by="tests/rl/backward -k gradients_of_experts",
     ),

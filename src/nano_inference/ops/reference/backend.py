@@ -403,7 +403,7 @@ def store_latents(
     view: KvcacheView,
     layer: int,
 ) -> Tensor:
-    """Implement `LatentOps.store`."""
+    """Implement `LatentOps.store` in torch."""
     met = meet(q, c, weights)
     return rope_and_store(met, rope, positions, slot_mapping, view, layer)
 

@@ -99,8 +99,10 @@ class ExpertLayer:
     ) -> Tensor:
         """Return the gradient of the rows, and add those of the layer's parameters."""
         d_normed, d_factors = torch.zeros(d_out.shape), torch.zeros(state.weights.shape)
-        for own in state.experts:
-            self._expert_gradient(weights, own, state.weights, d_out, d_normed, d_factors, totals)
+        for chosen in state.experts:
+            self._expert_gradient(
+                weights, chosen, state.weights, d_out, d_normed, d_factors, totals
+            )
         if state.shared is not None:
             self._shared_gradient(weights, state, state.shared, d_out, d_normed, d_factors, totals)
         self._router_gradient(weights, state, d_factors, d_normed, totals)
@@ -109,7 +111,7 @@ class ExpertLayer:
     def _expert_gradient(
         self,
         weights: Weights,
-        own: ExpertRows,
+        chosen: ExpertRows,
         factors: Tensor,
         d_out: Tensor,
         d_normed: Tensor,
@@ -117,23 +119,23 @@ class ExpertLayer:
         totals: Totals,
     ) -> None:
         kernels = weights.kernels
-        d_rows = d_out[own.rows]
-        d_factors[own.rows, own.places] = kernels.row_products(d_rows, own.out)
-        d_y = d_rows * factors[own.rows, own.places, None]
-        d_gated = torch.zeros(own.gated.shape)
-        self._product_gradient(weights, "experts_down", own, own.gated, d_y, d_gated, totals)
-        d_gate_up = kernels.gate_gradient(own.gate_up, self.activation, d_gated)
-        d_inputs = torch.zeros(own.inputs.shape)
+        d_rows = d_out[chosen.rows]
+        d_factors[chosen.rows, chosen.places] = kernels.row_products(d_rows, chosen.out)
+        d_y = d_rows * factors[chosen.rows, chosen.places, None]
+        d_gated = torch.zeros(chosen.gated.shape)
+        self._product_gradient(weights, "experts_down", chosen, chosen.gated, d_y, d_gated, totals)
+        d_gate_up = kernels.gate_gradient(chosen.gate_up, self.activation, d_gated)
+        d_inputs = torch.zeros(chosen.inputs.shape)
         self._product_gradient(
-            weights, "experts_gate_up", own, own.inputs, d_gate_up, d_inputs, totals
+            weights, "experts_gate_up", chosen, chosen.inputs, d_gate_up, d_inputs, totals
         )
-        kernels.add_rows(d_inputs, own.rows, d_normed)
+        kernels.add_rows(d_inputs, chosen.rows, d_normed)
 
     def _product_gradient(
         self,
         weights: Weights,
         part: str,
-        own: ExpertRows,
+        chosen: ExpertRows,
         x: Tensor,
         d_out: Tensor,
         d_x: Tensor,
@@ -142,10 +144,10 @@ class ExpertLayer:
         """Add the gradient of the input of one of an expert's products to `d_x`."""
         kernels, count, name = weights.kernels, self.moe.num_experts, self.name + part
         if (total := totals.total(name)) is not None:
-            kernels.add_outer(d_out, x, total.chunk(count)[own.expert])
+            kernels.add_outer(d_out, x, total.chunk(count)[chosen.expert])
         if (total := totals.total(f"{name}_bias")) is not None:
-            kernels.add_columns(d_out, total.chunk(count)[own.expert])
-        turned = weights.backward_parts(name, count)[own.expert]
+            kernels.add_columns(d_out, total.chunk(count)[chosen.expert])
+        turned = weights.backward_parts(name, count)[chosen.expert]
         kernels.add_product(kernels.rounded(d_out), turned, d_x)
 
     def _shared_gradient(
