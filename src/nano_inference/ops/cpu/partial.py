@@ -71,7 +71,7 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
         plan: object,
         scores: AttentionArgs,
     ) -> Tensor:
-        plan, (scale, _, cap) = cast("SegmentPlan", plan), scores
+        plan, scale, cap = cast("SegmentPlan", plan), scores.scale, scores.cap
         (num_rows, num_heads, head_dim), keys = q.shape, view.keys
         unit, index = view.places[layer]
         units = None if view.unit_map is None else view.unit_map.units()[unit].data_ptr()

@@ -127,13 +127,13 @@ class _Columns(NamedTuple):
         tensor: The tensor.
         step: Numbers from one head to the next.
         first: The first head's first number.
-        count: Numbers of a head in each row. 0: unused.
+        width: Numbers of a head in each row. 0: unused.
     """
 
     tensor: Tensor
     step: int
     first: int
-    count: int
+    width: int
 
 
 def _multiply(
@@ -149,7 +149,7 @@ def _multiply(
     """Multiply some numbers of each head by the head's part of a weight.
 
     Args:
-        x, out: Rows, of which `count` numbers per head are factors, or results.
+        x, out: Rows, of which `width` numbers per head are factors, or results.
         weight: The weight. A number of a head's matrix [columns of x, columns of out] is at the two
             `strides`.
         scales: Factors of the results by position, applied after they are rounded.
@@ -157,7 +157,7 @@ def _multiply(
     is_float32 = weight.tensor.dtype == torch.float32
     rows, columns, depth = (16, 64, 32) if is_float32 else (ROWS, COLUMNS, 64)
     num_rows = len(x.tensor)
-    grid = (triton.cdiv(num_rows, rows), triton.cdiv(out.count, columns), heads)
+    grid = (triton.cdiv(num_rows, rows), triton.cdiv(out.width, columns), heads)
     _by_head_kernel[grid](
         x.tensor,
         weight.tensor,
@@ -174,8 +174,8 @@ def _multiply(
         weight.step,
         weight.first,
         *strides,
-        x.count,
-        out.count,
+        x.width,
+        out.width,
         rows,
         columns,
         depth,
