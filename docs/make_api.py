@@ -63,6 +63,7 @@ GROUPS = {
             "InvalidRequest",
             "TemplateRewritesPast",
             "LacksMemory",
+            "LacksMemoryToWake",
             "RequestTooLarge",
         ),
         *(

@@ -76,6 +76,7 @@ NAMES = {
         "NanoInferenceError",
         "ConfigError",
         "LacksMemory",
+        "LacksMemoryToWake",
         "ModelLoadError",
         "InvalidRequest",
         "RequestTooLarge",

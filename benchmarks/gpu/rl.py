@@ -1,8 +1,8 @@
 """Part `rl`: the engine operations of a training loop in addition to tokens, in seconds and peak
 memory.
 
-Measured are an update of all weights from tensors on the same card, sleep and wake with recaptured
-graphs, and one step of a `PolicyModel`: forward, backward, publish.
+Measured are an update of all weights from tensors on the same card, sleep and wake with addresses
+kept, and one step of a `PolicyModel`: forward, backward, publish.
 """
 
 import gc

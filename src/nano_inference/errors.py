@@ -31,6 +31,19 @@ class LacksMemory(ConfigError):
     """A model, or its KV cache, does not fit into the free memory."""
 
 
+class LacksMemoryToWake(NanoInferenceError):
+    """Memory of the device that others took while an engine slept. The engine stays asleep, and you
+    can call `wake` again.
+
+    Attributes:
+        missing: Bytes that have to be freed, or 0 if unknown.
+    """
+
+    def __init__(self, message: str, missing: int = 0) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
 class ModelLoadError(NanoInferenceError):
     """Model folder, file or tensor that is missing, malformed or of an unknown architecture."""
 

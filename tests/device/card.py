@@ -16,17 +16,18 @@ class Card(DeviceMemory):
     weights: int = 0
     step: int = 0
     loaded: bool = True
+    pooled: bool = False  # the weights are in a pool, which torch does not count
     cached: int = 0  # cached by torch and used by no tensor
     released: int = 0  # number of releases
     ran: bool = False
 
     def read(self) -> MemoryReading:
-        allocated = self.weights if self.loaded else 0
+        weights = self.weights if self.loaded else 0
+        allocated = 0 if self.pooled else weights
         reserved = allocated + self.cached
         peak = allocated + (self.step if self.ran else 0)
-        return MemoryReading(
-            self.total, self.total - self.others - reserved, reserved, allocated, peak
-        )
+        free = self.total - self.others - weights - self.cached
+        return MemoryReading(self.total, free, reserved, allocated, peak)
 
     def reset_peak(self) -> None:
         self.ran = True  # the next measurement is the step

@@ -149,6 +149,7 @@ def conventional_ops(*, batch_invariant: bool, overlaps: bool = False) -> Ops:
     return replace(
         reference_ops(),
         name="cuda",
+        allocate=backend.CudaOps(batch_invariant=batch_invariant).allocate,
         version=0,
         schedule_invariant=batch_invariant,
         rope_and_store=_rope_and_store,

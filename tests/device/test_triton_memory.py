@@ -167,9 +167,11 @@ def small(folder: Path, **options: Any) -> EngineConfig:
 
 
 @pytest.mark.usefixtures("not_run")
-def test_engine_plan_uses_measured_memory(folder: Path) -> None:
+@pytest.mark.parametrize("pooled", [False, True])
+def test_engine_plan_uses_measured_memory(folder: Path, pooled: bool) -> None:
     weights = plan_engine(small(folder)).memory_budget.weights
-    card = Card(total=10 * GIB, others=GIB, weights=weights, step=3 * GIB, cached=GIB // 2)
+    sizes = {"others": GIB, "weights": weights, "step": 3 * GIB, "cached": GIB // 2}
+    card = Card(total=10 * GIB, pooled=pooled, **sizes)
     order: list[tuple[str, bool]] = []
 
     def graphs(models: Any, storages: Any) -> int:

@@ -17,7 +17,7 @@ from nano_inference import (
     EngineConfig,
     EngineDead,
     InferenceEngine,
-    NanoInferenceError,
+    LacksMemoryToWake,
     SamplingParams,
     WeightUpdateError,
 )
@@ -131,20 +131,25 @@ def test_update_cancelled_mid_bucket_leaves_no_state(
     assert not sent._numbers
 
 
+class OfAPool(torch.OutOfMemoryError):
+    """Memory that a pool lacks, under another name than torch's error."""
+
+
+@pytest.mark.parametrize("full", [torch.OutOfMemoryError, OfAPool])
 def test_rank_without_memory_to_wake_stays_asleep(
-    pair: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+    pair: InferenceEngine, monkeypatch: pytest.MonkeyPatch, full: type[Exception]
 ) -> None:
     """Like an engine of one rank: the card may have free memory again shortly."""
     quiet = pair.generate([[5, 6, 7]], SamplingParams(max_tokens=4, seed=3))[0]
     pair.sleep(weights=True)
 
     def fails(_: Sleep) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise full("CUDA out of memory")
 
     with monkeypatch.context() as patched:
         patched.setattr(Sleep, "_take_memory", fails)
         with pytest.raises(
-            NanoInferenceError, match=r"not enough memory to wake \w+.*rank 1.*CUDA out of memory"
+            LacksMemoryToWake, match=r"not enough memory to wake \w+.*rank 1.*CUDA out of memory"
         ):
             pair.wake()
     assert pair.sleeping() == ("weights", "kv_cache")

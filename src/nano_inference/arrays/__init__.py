@@ -19,6 +19,7 @@ from nano_inference.arrays.namespace import (
     is_floating,
     is_tensor,
     namespace,
+    on_device,
     torch_cpu,
     without_gradients,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "is_tensor",
     "namespace",
     "of_kind",
+    "on_device",
     "torch_cpu",
     "with_columns",
     "without_gradients",

@@ -7,6 +7,7 @@ arrays. Python's array API standard calls the same idiom `xp`.
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -64,6 +65,15 @@ def is_floating(dtype: Any) -> bool:
     if isinstance(dtype, np.dtype):
         return dtype.kind == "f" or "float" in dtype.name
     return dtype.is_floating_point
+
+
+def on_device(device: Any) -> AbstractContextManager[Any]:
+    """Make a GPU the current device, on which Triton launches kernels. Do nothing for a CPU."""
+    if device.type != "cuda":
+        return nullcontext()
+    import torch
+
+    return torch.cuda.device(device)
 
 
 def without_gradients(function: Callable[P, R]) -> Callable[P, R]:

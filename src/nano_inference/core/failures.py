@@ -3,7 +3,8 @@
 from nano_inference.errors import NanoInferenceError, RankLost
 
 # torch's error classes, by name: `core` does not import torch.
-_TORCH_ERRORS = {"OutOfMemoryError", "AcceleratorError"}
+OUT_OF_MEMORY = "OutOfMemoryError"
+_TORCH_ERRORS = {OUT_OF_MEMORY, "AcceleratorError"}
 # Substrings of the plain RuntimeErrors that torch, Triton and CUDA libraries raise.
 _SIGNS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUBLAS_STATUS_", "NCCL error")
 
@@ -22,7 +23,7 @@ class NoTokenLeft(SampleFailure):
 
 def is_out_of_memory(problem: BaseException) -> bool:
     """Return True for torch's error that a device has no memory left."""
-    return "OutOfMemoryError" in _kinds(problem)
+    return OUT_OF_MEMORY in _kinds(problem)
 
 
 def is_device_failure(problem: BaseException) -> bool:

@@ -33,14 +33,18 @@ from nano_inference.device.backends import captures_graphs
 from nano_inference.device.captured_adapters import has_head
 from nano_inference.device.graphs import RESULTS, DrawResults, is_plain, row_by_row
 from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.device.pooled_sleep import give_back_pool
+from nano_inference.device.pools import EnginePools
 from nano_inference.device.queues import Event, HostQueue, queue_of
 from nano_inference.device.runner import ModelRunner, StepResult, sampled_tokens
+from nano_inference.device.sleep import Sleep
 from nano_inference.device.step_buffers import Downloads, Uploads
 from nano_inference.device.step_graphs import GraphLimits, StepGraphs, graphs_of, limits_of
 from nano_inference.models.decoder import NO_ADAPTERS, Decoder, HeadRows
 from nano_inference.ops.batches import ForwardBatch, forward_batch
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import SamplingBatch
+from nano_inference.types import Memory
 
 _NO_SCORES = torch.empty(0)
 _NO_IDS, _NO_LOGPROBS = torch.empty((0, 0), dtype=torch.int64), torch.empty((0, 0))
@@ -103,6 +107,8 @@ class CudaRunner(ModelRunner):
         limits: Bounds of the steps that graphs compute.
         graphs: True to capture graphs.
         gate: Coordinator of forwards with other engines, or None if there are none.
+        pools: Memory of weights and KV tensors that keeps its addresses in a sleep, or None if
+            their memory moves.
 
     Attributes:
         num_replays: Number of steps of decodes that were replayed.
@@ -119,9 +125,10 @@ class CudaRunner(ModelRunner):
         limits: GraphLimits,
         graphs: bool = True,
         gate: Gate | None = None,
+        pools: EnginePools | None = None,
     ) -> None:
         super().__init__(models, storages, gate)
-        self.queue = queue
+        self.queue, self.pools = queue, pools
         with queue.current():
             self._uploads, self._downloads = Uploads(queue, self.device), Downloads(queue)
             self._results = DrawResults(limits.draws, self.device)
@@ -191,13 +198,26 @@ class CudaRunner(ModelRunner):
             self._newest = self._results.keep_tokens(draw)
             return self._fetch(draw, result)
 
+    def give_back(self, memory: Memory) -> Sleep:
+        """Release the memory of the weights or the KV cache. Graphs stay valid if it has a pool.
+
+        Raises `OSError`, with nothing released, `DeviceHangs`, or a CUDA error.
+        """
+        if self.pools is None:
+            return super().give_back(memory)
+        with self.queue.current():
+            self.queue.synchronise()
+            pool = self.pools[memory]
+            return give_back_pool(pool, memory, self.storages.values(), self.models.values())
+
     def close(self) -> None:
         """Wait for the device unless it has failed. Then release graphs, weights and KV tensors."""
         if not self.queue.failed:
             with contextlib.suppress(Exception):  # the waiting caller has received the error
                 self.queue.synchronise()
         super().close()
-        self._graphs = None  # references KV tensors, and the engine object may live longer
+        # these hold KV tensors and memory, and the engine object may live longer
+        self._graphs = self.pools = None
 
     def _is_captured(self, batches: Sequence[ForwardBatch], graphs: StepGraphs) -> bool:
         """Return True if graphs find all inputs of a step where they read them."""
@@ -258,9 +278,10 @@ def make_runner(
     *,
     max_model_len: int,
     gate: Gate | None = None,
+    pools: EnginePools | None = None,
 ) -> ModelRunner:
     """Return the runner of the CUDA backend. On a GPU its graphs are captured."""
-    runner = _runner(config, models, storages, max_model_len, gate)
+    runner = _runner(config, models, storages, max_model_len, gate, pools)
     if runner.queue.captures_early:
         runner.capture()
     return runner
@@ -272,6 +293,7 @@ def _runner(
     storages: Mapping[str, KVStorage],
     max_model_len: int,
     gate: Gate | None = None,
+    pools: EnginePools | None = None,
 ) -> CudaRunner:
     return CudaRunner(
         models,
@@ -280,6 +302,7 @@ def _runner(
         limits=limits_of(config, max_model_len),
         graphs=captures_graphs(config, models[POLICY].part.whole),
         gate=gate,
+        pools=pools,
     )
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from nano_inference.arrays import Device, Dtype, Tensor, namespace
 from nano_inference.config import KVCacheDType
@@ -13,6 +14,7 @@ from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
 from nano_inference.models.sharding.shard import split_layers
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.cpu.memory import reserve
+from nano_inference.ops.interface import TensorArena
 from nano_inference.ops.kv_codes import KvFormat
 
 NO_PLACE = (-1, -1)  # marks a layer without keys
@@ -181,6 +183,7 @@ class KVStorage:
         device: Device of the tensors.
         units: Table of each block's units, or None if a block is its unit.
         kv_cache_dtype: Dtype of the cache, as in `EngineConfig`.
+        arena: Memory of the tensors. None: new memory of the device.
 
     Attributes:
         format: Storage format of the rows.
@@ -197,12 +200,14 @@ class KVStorage:
         device: Device,
         units: UnitMap | None = None,
         kv_cache_dtype: KVCacheDType = "auto",
+        arena: TensorArena | None = None,
     ) -> None:
+        take = partial(reserve, device=device) if arena is None else arena.take
         self.format, self.head_dim = kv_format(dtype, kv_cache_dtype), spec.head_dim
         self.states = (
             None
             if spec.state is None
-            else StateStorage(spec.state, num_blocks, block_size, dtype, device, units)
+            else StateStorage(spec.state, num_blocks, block_size, dtype, device, units, arena)
         )
         if units is not None and units.layout.beside:
             units = None  # they hold states only
@@ -225,8 +230,8 @@ class KVStorage:
             self.places = _places(spec, layout, layers)
         # Not initialized: every slot is written before it is read (tests fill them with NaN), and
         # touching gigabytes that may never be used takes seconds.
-        self.keys = reserve(shape, stored, device)
-        self.values = reserve(shape, stored, device) if spec.kv_tensors == 2 else self.keys
+        self.keys = take(shape, stored)
+        self.values = take(shape, stored) if spec.kv_tensors == 2 else self.keys
         lie = {place: self._lie(layer) for layer, place in enumerate(self.places)}
         self._layers = [lie[place] for place in self.places]
 

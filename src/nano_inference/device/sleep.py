@@ -108,14 +108,16 @@ def give_back(memory: Memory, storages: Iterable[KVStorage], models: Iterable[De
     Raises `OSError`, with nothing released.
     """
     models = list(models)
+    return Sleep(tensors_of(memory, storages, models), models, keep=memory == "weights")
+
+
+def tensors_of(
+    memory: Memory, storages: Iterable[KVStorage], models: Iterable[Decoder]
+) -> list[Tensor]:
+    """Return the tensors of the weights or the KV cache. Models may share some."""
     if memory == "weights":
-        return Sleep(
-            (_memory(param) for model in models for param in model.params.values()),
-            models,
-            keep=True,
-        )
-    caches = (tensor for storage in set(storages) for tensor in storage.tensors)
-    return Sleep(caches, models, keep=False)
+        return [memory_of(param) for model in models for param in model.params.values()]
+    return [tensor for storage in set(storages) for tensor in storage.tensors]
 
 
 def _saved(tensors: Iterable[Tensor]) -> Any:
@@ -143,6 +145,6 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(namespace(tensor).uint8)
 
 
-def _memory(param: Any) -> Tensor:
+def memory_of(param: Any) -> Tensor:
     """Return the tensor that stores a parameter, in any layout."""
     return param if is_tensor(param) else param.data

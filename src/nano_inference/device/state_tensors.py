@@ -3,11 +3,13 @@
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from nano_inference.arrays import Device, Dtype, Tensor, namespace
 from nano_inference.device.units import UnitMap
 from nano_inference.models.spec.states import StateColumn, StateSpec
 from nano_inference.ops.cpu.memory import reserve
+from nano_inference.ops.interface import TensorArena
 
 
 def state_bytes(spec: StateSpec, block_size: int, dtype: Dtype) -> int:
@@ -29,6 +31,7 @@ class StateStorage:
         dtype: Dtype of the model.
         device: Device of the model.
         units: Table of each block's unit, or None if a block is its unit.
+        arena: Memory of the tensors. None: new memory of the device.
 
     Attributes:
         tensors: Tensors by column.
@@ -44,7 +47,9 @@ class StateStorage:
         dtype: Dtype,
         device: Device,
         units: UnitMap | None = None,
+        arena: TensorArena | None = None,
     ) -> None:
+        take = partial(reserve, device=device) if arena is None else arena.take
         self.spec, self.block_size, self.unit_map = spec, block_size, units
         self.num_blocks, self.window = num_blocks, spec.window(block_size)
         self.num_units = num_blocks if units is None else units.num_units
@@ -53,7 +58,7 @@ class StateStorage:
         sizes = (len(self.places), self.num_units)
         # Not initialized, like keys and values.
         self.tensors = {
-            name: reserve((*sizes, *_shape(column, block_size)), _dtype(column, dtype), device)
+            name: take((*sizes, *_shape(column, block_size)), _dtype(column, dtype))
             for name, column in spec.columns.items()
         }
 

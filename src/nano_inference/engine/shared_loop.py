@@ -34,7 +34,14 @@ from nano_inference.core.loop import Abort, Add, EngineLoop, GrammarReady, Messa
 from nano_inference.core.sequence import POLICY, Sequence, ServedAdapter
 from nano_inference.device.sleep import Sleep
 from nano_inference.engine.delivery import Delivery, Sink
-from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, RankLost, one_line
+from nano_inference.errors import (
+    EngineDead,
+    InvalidRequest,
+    LacksMemoryToWake,
+    NanoInferenceError,
+    RankLost,
+    one_line,
+)
 from nano_inference.features import CALL_LIMITS, Setting, require
 from nano_inference.ranks.lockstep import Member, not_together
 from nano_inference.system.locks import FairLock, HeldInterrupts
@@ -458,9 +465,7 @@ class SharedLoop:
                 self._given_back[part] = give_back(part)  # weights first: saving may fail
                 self._become(FallAsleep(part, sleeper))
         except OSError as problem:
-            raise NanoInferenceError(
-                f"saving the weights to a file failed: {problem}."
-            ) from problem
+            raise NanoInferenceError(f"saving the weights failed: {problem}.") from problem
         except Exception as problem:  # a device failure: only some memory may be released
             self._fail(failed("the memory could not be released", problem), problem)
         except BaseException as problem:  # a second Ctrl-C: likewise
@@ -497,9 +502,10 @@ class SharedLoop:
         except Exception as problem:
             if is_out_of_memory(problem):
                 # other processes on a shared GPU may free memory in a moment
-                raise NanoInferenceError(
+                raise LacksMemoryToWake(
                     f"not enough memory to wake {part}, so the engine stays asleep; free some and "
-                    f"call wake() again: {problem}"
+                    f"call wake() again: {problem}",
+                    getattr(problem, "missing", 0),
                 ) from problem
             self._fail(
                 failed(f"the released memory ({part}) could not be restored", problem), problem
@@ -574,6 +580,7 @@ class SharedLoop:
         self.loop.gate.close()
         for part in self._given_back.values():
             part.forget()
+        self._given_back.clear()
         self._when_dead(why.text)
 
     def _fail(self, why: Why, problem: Exception) -> NoReturn:

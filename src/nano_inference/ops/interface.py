@@ -48,6 +48,14 @@ class Weight(Protocol):
         ...
 
 
+class TensorArena(Protocol):
+    """Memory that tensors are allocated from."""
+
+    def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Allocate an uninitialized tensor."""
+        ...
+
+
 class UnitRows(Protocol):
     """Mapping from blocks to the memory units that back them."""
 

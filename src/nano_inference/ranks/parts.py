@@ -2,12 +2,12 @@
 
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nano_inference.arrays import HOST, Device, dtype_name
+from nano_inference.arrays import HOST, Device, dtype_name, is_tensor, on_device
 from nano_inference.checkpoints.loading import load_params, stored_shapes
 from nano_inference.checkpoints.packed import load_packed
 from nano_inference.config import MTP, SELF, EngineConfig
@@ -53,6 +53,7 @@ from nano_inference.ranks.build import EnginePlan, Rank, memory_of, plan_engine
 
 if TYPE_CHECKING:
     from nano_inference.device.memory_profile import DeviceMemory, GraphMemory
+    from nano_inference.device.pools import EnginePools
 
 logger = logging.getLogger("nano_inference")
 
@@ -91,17 +92,8 @@ def assemble(
 
     Raises `ConfigError` or `ModelLoadError`.
     """
-    with _current(device_of(config)):
+    with on_device(device_of(config)):
         return _assemble(config, memory, graph_memory, rank)
-
-
-def _current(device: Device) -> AbstractContextManager[Any]:
-    """Make a GPU the current device, on which Triton launches kernels."""
-    if device.type != "cuda":
-        return nullcontext()
-    import torch
-
-    return torch.cuda.device(device)
 
 
 def _assemble(
@@ -121,7 +113,8 @@ def _assemble(
         logger.info("%s", line)
     try_attention(config, plan.specs, plan.memory_budget.num_blocks, plan.dtype, device)
     memory = memory or memory_of(device)
-    models = _load(plan)
+    pools = _pools(plan)
+    models = _load(plan, pools)
     if config.codes == FILE:
         plan = replace(plan, memory_budget=replace(plan.memory_budget, weights=_held(plan, models)))
     if memory is not None and plan.ops.name == "cuda":
@@ -134,7 +127,7 @@ def _assemble(
     logger.info("%s", told_weights(config, asked, plan.dtype, weights, device))
     plan = replace(plan, memory_budget=plan.rank.agree(plan.memory_budget))
     _tell_of_memory(plan, memory)
-    return _with_cache(plan, models)
+    return _with_cache(plan, models, pools)
 
 
 def _set_threads(count: int, device: Device) -> None:
@@ -146,7 +139,25 @@ def _set_threads(count: int, device: Device) -> None:
     torch.set_num_threads(count)
 
 
-def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
+def _pools(plan: EnginePlan) -> "EnginePools | None":
+    """Return memory that keeps its addresses in a sleep, or None if the device has none."""
+    if plan.ops.name != "cuda":
+        return None
+    from nano_inference.device import pools  # imports torch
+
+    try:
+        made = pools.pools_of(plan.device)
+    except pools.NoVirtualMemory as problem:
+        logger.info("sleep: memory moves, and wake captures graphs again (%s)", problem)
+        return None
+    if made is not None:
+        logger.info("sleep: addresses and graphs are kept")
+    return made
+
+
+def _with_cache(
+    plan: EnginePlan, models: Mapping[str, Decoder], pools: "EnginePools | None"
+) -> Parts:
     config, budget, device = plan.config, plan.memory_budget, plan.device
     cache = CACHES[config.cache_type](
         *(budget.num_blocks, config.block_size),
@@ -154,7 +165,7 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
         num_units=budget.num_units,
         evicted=lambda: kept_files,  # lazy: the files need the runner, which needs the cache
     )
-    storages = _storages(plan, cache)
+    storages = _storages(plan, cache, pools)
     record, moe, kept = None, plan.parts[POLICY].spec.moe, storages[POLICY]
     if config.enable_return_routed_experts and moe is not None:
         sizes, write = (kept.num_blocks, kept.block_size), models[POLICY].ops.record_experts
@@ -168,7 +179,7 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     if config.draft_model == SELF:
         models = {**models, DRAFT: _self_draft(config, models[POLICY])}
         storages[DRAFT] = kept
-    runner, heads = _runner(plan, models, storages), _load_heads(plan)
+    runner, heads = _runner(plan, models, storages, pools), _load_heads(plan)
     kept_files = _kept_files(plan, runner, cache)
     return Parts(
         config=config,
@@ -182,7 +193,9 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     )
 
 
-def _storages(plan: EnginePlan, cache: KVCache) -> dict[str, KVStorage]:
+def _storages(
+    plan: EnginePlan, cache: KVCache, pools: "EnginePools | None"
+) -> dict[str, KVStorage]:
     """Return the KV tensors by weight set. Sets of equal shape share them. Raises `ConfigError`."""
     config, budget, device = plan.config, plan.memory_budget, plan.device
     units = UnitMap(cache.units, device) if cache.units is not None else None
@@ -200,6 +213,7 @@ def _storages(plan: EnginePlan, cache: KVCache) -> dict[str, KVStorage]:
                 device,
                 units,
                 config.kv_cache_dtype,
+                None if pools is None else pools.kv_cache,
             )
             for name, spec in specs.items()
         }
@@ -252,7 +266,7 @@ def _load_heads(plan: EnginePlan) -> HeadWeights | None:
     return weights
 
 
-def _load(plan: EnginePlan) -> dict[str, Decoder]:
+def _load(plan: EnginePlan, pools: "EnginePools | None") -> dict[str, Decoder]:
     """Return the models by weight set. Raise `ConfigError` if they do not fit."""
     longest = longest_asked(plan.config, list(plan.specs.values()))
     budget = plan.memory_budget
@@ -263,12 +277,12 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
             frozen_copy = name == REFERENCE and folder == plan.folders[POLICY]
             params[name] = (
                 {
-                    key: param.clone()
+                    key: _copy(param, pools)
                     for key, param in params[POLICY].items()
                     if not key.startswith(PARAMS)
                 }
                 if frozen_copy
-                else _load_params(plan, name, folder)
+                else _load_params(plan, name, folder, pools)
             )
         return {
             name: Decoder(
@@ -281,6 +295,8 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
         if not lacks_memory(problem):
             raise
         params.clear()
+        if pools is not None:
+            pools.close()
         if plan.device.type == "cpu":
             what = f"the weights ({gibibytes(budget.weights)})"
             raise no_memory_for(what, plan.device, "use a smaller model") from None
@@ -297,13 +313,25 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
         ) from None
 
 
-def _load_params(plan: EnginePlan, name: str, folder: Path) -> dict[str, Any]:
+def _copy(param: Any, pools: "EnginePools | None") -> Any:
+    """Return a copy of a parameter, in the engine's pool if it is a tensor."""
+    if pools is None or not is_tensor(param):
+        return param.clone()
+    return pools.weights.take(tuple(param.shape), param.dtype).copy_(param)
+
+
+def _load_params(
+    plan: EnginePlan, name: str, folder: Path, pools: "EnginePools | None"
+) -> dict[str, Any]:
     spec, part, codes, ops = plan.specs[name], plan.parts[name], plan.config.codes, plan.ops
     if spec.mtp is not None:
         _require_mtp(folder, spec.mtp)
     if plan.device is HOST and ops.packing is not None:
         return load_packed(folder, spec, plan.dtype, plan.device, ops.packing, part, codes)
-    return load_params(folder, spec, plan.dtype, plan.device, ops.allocate, part, codes)
+    matrix, vector = ops.allocate, None
+    if pools is not None:
+        matrix, vector = partial(matrix, arena=pools.weights), pools.weights.take
+    return load_params(folder, spec, plan.dtype, plan.device, matrix, part, codes, vector)
 
 
 def _require_mtp(folder: Path, mtp: MtpSpec) -> None:
@@ -380,7 +408,10 @@ def _num_scratch(config: EngineConfig) -> int:
 
 
 def _runner(
-    plan: EnginePlan, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]
+    plan: EnginePlan,
+    models: Mapping[str, Decoder],
+    storages: Mapping[str, KVStorage],
+    pools: "EnginePools | None",
 ) -> ModelRunner:
     if plan.ops.name != "cuda":
         return ModelRunner(models, storages, plan.rank.gate)
@@ -392,6 +423,7 @@ def _runner(
         storages,
         max_model_len=plan.memory_budget.max_model_len,
         gate=plan.rank.gate,
+        pools=pools,
     )
 
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from nano_inference.core.failures import OUT_OF_MEMORY, is_out_of_memory
 from nano_inference.errors import ConfigError, NanoInferenceError, RankLost
 from nano_inference.ranks.link import Link, LinkLost, connect
 from nano_inference.ranks.messages import (
@@ -184,7 +185,9 @@ class WorkerProcess:
         except Exception as problem:
             if not isinstance(problem, NanoInferenceError | OSError | MemoryError | RuntimeError):
                 raise
-            answer = Answer(call.call_id, None, type(problem).__name__, str(problem))
+            # a subclass of torch's error is out of memory for rank 0, too
+            name = OUT_OF_MEMORY if is_out_of_memory(problem) else type(problem).__name__
+            answer = Answer(call.call_id, None, name, str(problem))
         self._tell(answer)
 
     def _next(self) -> Any:

@@ -18,6 +18,7 @@ from nano_inference.ops.formats import Format, Stack
 from nano_inference.ops.interface import (
     Ops,
     StepAdapters,
+    TensorArena,
     Weight,
     call,
     columns,
@@ -88,10 +89,15 @@ class CudaOps:
         latent: Latent | None = None,
         form: Format | Stack | None = None,
         segments: tuple[int, ...] | None = None,
+        arena: TensorArena | None = None,
     ) -> Weight:
-        """Implement `Ops.allocate` for the formats `"int8"` and `"fp8"`."""
+        """Implement `Ops.allocate` for the formats `"int8"` and `"fp8"`. Memory comes from `arena`,
+        if there is one.
+        """
         if isinstance(form, Format):
-            return AlignedWeight(shape, dtype, device, form, segments)
+            return AlignedWeight(shape, dtype, device, form, segments, arena)
+        if arena is not None:
+            return arena.take(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=device)
 
     def linear(

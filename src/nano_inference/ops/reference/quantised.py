@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops.formats import Format, bounds_of, groups_of
+from nano_inference.ops.interface import TensorArena
 from nano_inference.ops.quantised import Codes, encode, packed, product, unpacked, widened
 from nano_inference.ops.stored_rows import count_rows, require_rows
 
@@ -21,6 +22,7 @@ class QuantisedWeight:
         device: Device that holds the weight.
         form: Format of the weight.
         segments: Segments of the columns, as passed to `Ops.linear`. `bounds_of` may merge them.
+        arena: Memory that holds the weight. None: torch's.
 
     Attributes:
         bounds: Bounds of the segments.
@@ -38,10 +40,15 @@ class QuantisedWeight:
         device: torch.device,
         form: Format,
         segments: tuple[int, ...] | None = None,
+        arena: TensorArena | None = None,
     ) -> None:
         (rows, self.columns), self.dtype, self.form = shape, dtype, form
         self.bounds = bounds_of(segments, self.columns, form)
-        self.data = torch.empty((rows, self._ends[-1]), dtype=torch.uint8, device=device)
+        size = (rows, self._ends[-1])
+        if arena is None:
+            self.data = torch.empty(size, dtype=torch.uint8, device=device)
+        else:
+            self.data = arena.take(size, torch.uint8)
 
     @property
     def rows(self) -> int:
