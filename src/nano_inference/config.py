@@ -122,7 +122,8 @@ class EngineConfig:
             kernels multiply its blocks, unless `dtype`, another backend, several ranks or a
             reference model need plain weights. Otherwise None. Weight
             updates are quantized on arrival. The engine warns of this if `"auto"` chose the blocks.
-            The CPU kernels have all but `"fp8"`, the CUDA kernels `"int8"` and `"fp8"`.
+            The CPU kernels have all but `"fp8"`, the CUDA kernels `"int8"`, `"fp8"` and, in
+            `"file"`, experts in MXFP4.
         device: `"cpu"`, `"cuda"`, `"cuda:N"` or `"auto"`. `"auto"` uses a GPU if there is one.
         backend: Implementation of the operations. `"cpu"`: C++ kernels, which a C++ compiler builds
             on first use in about a minute. `"cuda"`: Triton kernels, built on first use, and

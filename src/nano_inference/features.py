@@ -295,8 +295,8 @@ ENGINE_ROWS = (
         backends=("cuda",),
         excludes=(Asked("batch_invariant", (True,)), Asked("cuda_graphs", (False,))),
     ),
-    _feature("quantized weights", Asked("quantization", but=("int8", "fp8")))(
-        "the CUDA kernels multiply plain weights, and those of 'int8' and 'fp8'",
+    _feature("quantized weights", Asked("quantization", but=("int8", "fp8", "file")))(
+        "the CUDA kernels multiply plain weights, 'int8', 'fp8' and MXFP4 experts",
         "use quantization='int8', or backend='cpu' or 'reference'",
         backends=TORCHS,
     ),

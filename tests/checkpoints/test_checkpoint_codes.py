@@ -58,6 +58,7 @@ FORMS = {
     "awq-64": "int4-64-min",
     "awq-128": "int4-128-min",
     "bitsandbytes-int8": "int8",
+    "compressed-mxfp4": "mxfp4-32",
 }
 REFUSED = {
     "compressed-int4-ordered": r"columns are reordered \(act-order\)",
@@ -66,7 +67,6 @@ REFUSED = {
     "compressed-int4-48": "no format has codes of 4 bits in groups of 48 columns",
     "compressed-int4-float32-zeros": "zero points and 32-bit scales have too many digits",
     "fp8-blocks": "codes of fp8 are not integers",
-    "compressed-mxfp4": "codes of mxfp4-packed are not integers",
     "compressed-nvfp4": "codes of nvfp4 are not integers",
     "bitsandbytes-nf4": "codes of bitsandbytes-4bit are not integers",
 }

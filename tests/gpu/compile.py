@@ -436,19 +436,26 @@ def _quantised_small(shape: Shape) -> None:
     _quantised(shape, (16, 1024))
 
 
-def _quantised_experts(shape: Shape) -> None:
+def _quantised_experts(shape: Shape, form: str = "int8", activation: str = "silu") -> None:
+    from nano_inference.ops.cuda.backend import CudaOps
     from nano_inference.ops.cuda.moe import products
-    from nano_inference.ops.cuda.quantised import AlignedWeight
-    from nano_inference.ops.moe import Experts
+    from nano_inference.ops.moe import Biases, Experts
     from nano_inference.ops.settings import Routing
 
     cpu, count, inner, hidden = torch.device("cpu"), 8, shape.inner, shape.hidden
     sizes = ((count * 2 * inner, hidden), (count * hidden, inner))
-    weights = [AlignedWeight(size, shape.dtype, cpu, FORMATS["int8"]) for size in sizes]
-    router, (gate_up, down) = shape.empty(count, hidden), weights
-    experts = Experts(router, gate_up, down, count, Routing(2, True), "silu")
-    rows = torch.arange(4).repeat_interleave(2)
-    products(shape.empty(4, hidden), rows, rows % count, experts)
+    allocate, stored = CudaOps(batch_invariant=True).allocate, FORMATS[form]
+    gate_up, down = (allocate(size, shape.dtype, cpu, form=stored) for size in sizes)
+    router, numbers = shape.empty(count, hidden), shape.empty(count, dtype=torch.float32)
+    biases = Biases(numbers, *(shape.empty(size) for size, _ in sizes))
+    for added in (None, biases):
+        experts = Experts(router, gate_up, down, count, Routing(2, True), activation, biases=added)
+        rows = torch.arange(4).repeat_interleave(2)
+        products(shape.empty(4, hidden), rows, rows % count, experts)
+
+
+def _microscaled_experts(shape: Shape) -> None:
+    _quantised_experts(shape, "mxfp4-32", "clamped_swiglu")
 
 
 def _fp8_product(shape: Shape, num_rows: tuple[int, ...] = (8, 128, 1024)) -> None:
@@ -615,6 +622,7 @@ CALLS = [
     Call("int8 product", _quantised),
     Call("int8 product, 16 or 1,024 rows", _quantised_small, small=True, shapes=(QWEN,)),
     Call("int8 experts", _quantised_experts, shapes=(QWEN,)),
+    Call("MXFP4 experts", _microscaled_experts, small=True, shapes=(GPT_OSS,)),
     Call("FP8 product", _fp8_product),
     Call("FP8 product, few rows", _fp8_product_small, small=True, shapes=(QWEN,)),
     Call("trunk of few rows", _few_rows),

@@ -17,12 +17,14 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
-from nano_inference.ops.cuda import few_rows
+from nano_inference.ops.cuda import few_rows, moe
 from nano_inference.ops.cuda.backend import CudaOps
 from nano_inference.ops.formats import FORMATS
 from nano_inference.ops.interface import FEW_ROWS, AttentionArgs, HeadNorms, Norm, RopeArgs
+from nano_inference.ops.moe import Experts
 from nano_inference.ops.quantised import product
 from nano_inference.ops.reference import backend as reference
+from nano_inference.ops.settings import Routing
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import sample
 from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
@@ -128,6 +130,27 @@ def test_quantised_products(
             exact = product(x, weight.codes())
             assert torch.equal(ops.linear(x, weight), exact)
             assert torch.equal(ops.linear(x, weight, bias), exact + bias.float())
+
+
+def test_microscaled_experts(target: Target, dtype: torch.dtype) -> None:
+    """Rows through experts in MXFP4 at gpt-oss-20b's widths, with and without other rows."""
+    hidden, inner, count = (64, 96, 3) if target.dry else (2880, 2880, 8)
+    allocate, device = CudaOps(batch_invariant=True).allocate, torch.device(target.device)
+    weights: list[Any] = []
+    for seed, size in enumerate(((count * 2 * inner, hidden), (count * hidden, inner))):
+        weights.append(allocate(size, dtype, device, form=FORMATS["mxfp4-32"]))
+        weights[-1].write(0, numbers(seed, *size, device=target.device, scale=0.05))
+    router = torch.zeros(count, hidden, device=device)
+    experts = Experts(router, *weights, count, Routing(2, True), "silu")
+    rows = target.size(200, 5)
+    x = numbers(3, rows, hidden, device=target.device, dtype=dtype)
+    which = torch.arange(rows, device=device)
+    held = which * 5 % count
+    result = moe.products(x, which, held, experts)
+    expected = reference.products(x, which, held, experts)
+    assert float((result - expected).norm() / expected.norm()) < 1e-3
+    for few in (slice(0, 1), slice(rows // 2, rows // 2 + 3)):
+        assert torch.equal(moe.products(x, which[few], held[few], experts), result[few])
 
 
 def test_rows(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -20,12 +20,15 @@ from nano_inference import ModelLoadError, WeightUpdateError
 from nano_inference.checkpoints import loading, stored_weight
 from nano_inference.checkpoints.loading import load_params, load_spec, resolve_dtype
 from nano_inference.checkpoints.quantised_weights import FORMATS, quantised_weight
+from nano_inference.models.parameters.experts import block_formats
 from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.storage import form_of
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import read
 from nano_inference.models.sharding.shard import shard_of
 from nano_inference.models.spec.quantisation import Quantisation, Scheme, read_quantisation
 from nano_inference.models.spec.read import spec_from_config
+from nano_inference.ops.formats import FILE
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.weights.sources import read_folder
 from tests.checkpoints.quantisers import QUANTISERS, quantised, write_quantised
@@ -46,12 +49,18 @@ UP = "model.layers.1.mlp.up_proj"
 
 
 def load(
-    folder: Path, dtype: torch.dtype = torch.float32, rank_place: Place | None = None
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    rank_place: Place | None = None,
+    quantization: Any = None,
 ) -> Weights:
     """Return a rank's weights under the checkpoint's names."""
     spec = load_spec(folder)
     part = None if rank_place is None else shard_of(spec, rank_place)
-    params = load_params(folder, spec, dtype, CPU, part=part)
+    params = load_params(folder, spec, dtype, CPU, part=part, quantization=quantization)
+    if quantization == FILE:
+        kept = {name for name, param in params.items() if form_of(param) is not None}
+        assert kept == set(block_formats(spec, param_table(spec, part))) != set()
     return {name: read(params, slot) for name, slot in slots(param_table(spec, part)).items()}
 
 
@@ -153,9 +162,28 @@ def test_fused_projections_experts_and_tied_heads(tmp_path: Path, family: str, n
         assert torch.equal(shard[tensor_name], slot.take(whole[tensor_name])), tensor_name
 
 
+@pytest.mark.parametrize("quantization", [None, FILE])
+@pytest.mark.parametrize("panel", [2**22, 64 * 7])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_gpt_oss_experts_are_read_from_blocks(tmp_path: Path, ranks: int) -> None:
-    """Unquantised experts have another layout, which is transformers' own."""
+def test_gpt_oss_experts_are_read_from_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, panel: int, quantization: Any
+) -> None:
+    """Unquantised experts have another layout, which is transformers' own. Codes that are kept have
+    the same numbers.
+    """
+    monkeypatch.setattr(stored_weight, "PANEL", panel)
+    gpt_oss_in_blocks(tmp_path)
+    for rank in range(ranks):
+        rank_place = Place(Mesh(ranks), rank)
+        coded = load(tmp_path / "coded", rank_place=rank_place, quantization=quantization)
+        wanted = load(tmp_path / "plain", rank_place=rank_place)
+        assert coded.keys() == wanted.keys()
+        wrong = [name for name in coded if not torch.equal(coded[name], wanted[name])]
+        assert not wrong
+
+
+def gpt_oss_in_blocks(tmp_path: Path) -> None:
+    """Write the same model with experts in blocks, "coded", and decoded, "plain"."""
     strong_model(
         tmp_path,
         "GptOssForCausalLM",
@@ -177,14 +205,6 @@ def test_gpt_oss_experts_are_read_from_blocks(tmp_path: Path, ranks: int) -> Non
     write_model(tmp_path / "plain", config, plain)
     said = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     write_model(tmp_path / "coded", config | {"quantization_config": said}, stored)
-    for rank in range(ranks):
-        rank_place = Place(Mesh(ranks), rank)
-        coded, wanted = (
-            load(tmp_path / each, rank_place=rank_place) for each in ("coded", "plain")
-        )
-        assert coded.keys() == wanted.keys()
-        wrong = [name for name in coded if not torch.equal(coded[name], wanted[name])]
-        assert not wrong
 
 
 @pytest.mark.parametrize("panel", [2**22, 1])

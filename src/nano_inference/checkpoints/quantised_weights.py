@@ -26,6 +26,7 @@ from nano_inference.checkpoints.stored_weight import (
 )
 from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.models.spec.quantisation import FormatName, Quantisation, Scheme
+from nano_inference.ops.formats import FORMATS as CODE_FORMATS
 from nano_inference.ops.formats import fitting, groups_of
 from nano_inference.ops.quantised import Codes
 
@@ -360,7 +361,23 @@ def _mxfp4(stored: Stored) -> Layout:
         "_blocks": Part(("U8",), (rows, groups, 16), 0),
         "_scales": Part(_EXPONENTS, (rows, groups), 0),
     }
-    return Layout(parts, lambda cut, _: dequantise.mxfp4(cut["_blocks"], cut["_scales"]))
+    return Layout(
+        parts,
+        lambda cut, _: dequantise.mxfp4(cut["_blocks"], cut["_scales"]),
+        lambda: _microscaled("_blocks", "_scales"),
+    )
+
+
+def _microscaled(codes: str, scales: str) -> Coded:
+    """Return the access to codes in MXFP4: twice the numbers, and half of the scales."""
+    form = CODE_FORMATS["mxfp4-32"]
+
+    def read(cut: Cut, shape: Shape) -> Codes:
+        numbers = dequantise.float4(cut[codes]).reshape(shape) * 2
+        halves = dequantise.float8_exponents(cut[scales]) / 2
+        return Codes(numbers.to(namespace(numbers).int8), halves, form, (0, shape[1]))
+
+    return Coded(form, read)
 
 
 def _mxfp4_packed(stored: Stored) -> Layout:
@@ -375,7 +392,7 @@ def _mxfp4_packed(stored: Stored) -> Layout:
         blocks = cut[".weight_packed"].unflatten(1, (groups, 16))
         return dequantise.mxfp4(blocks, cut[".weight_scale"])
 
-    return Layout(parts, decode)
+    return Layout(parts, decode, lambda: _microscaled(".weight_packed", ".weight_scale"))
 
 
 def _nvfp4(stored: Stored, codes: str, last: str, inverse: bool) -> Layout:

@@ -186,15 +186,16 @@ class QuantisedWeight:
         """Reason why products cannot read the codes, or None."""
         return self._coded if isinstance(self._coded, str) else None
 
-    def codes(self, start: int, stop: int) -> Iterator[Codes]:
+    def codes(self, start: int, stop: int, matrix: int | None = None) -> Iterator[Codes]:
         """Yield the codes of rows [start, stop), a few rows at a time. `form` must not be None.
 
-        Raises `ModelLoadError` for damaged scales.
+        `matrix` selects one of several matrices. Raises `ModelLoadError` for damaged scales.
         """
         assert not isinstance(self._coded, str)
+        which = () if matrix is None else (slice(matrix, matrix + 1),)
         for at, end in self._panels(start, stop):
-            cut = self._cut_all((), at, end)
-            codes = self._coded.read(cut, (end - at, self._stored.shape[1]))
+            cut = self._cut_all(which, at, end)
+            codes = self._coded.read(cut, (end - at, self._stored.shape[-1]))
             self._require_finite(codes.scales)
             yield codes.rows(max(start - at, 0), min(end, stop) - at)
 

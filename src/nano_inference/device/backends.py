@@ -13,6 +13,7 @@ from nano_inference.config import Backend, EngineConfig
 from nano_inference.core.sequence import DRAFT
 from nano_inference.errors import ConfigError
 from nano_inference.features import ATTENTION_OF, ENGINE_LIMITS, Runs, Setting, require
+from nano_inference.models.parameters.experts import has_blocks
 from nano_inference.models.parameters.storage import num_bytes
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
@@ -21,6 +22,7 @@ from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import TILES, KernelsUnavailable, available_instruction_set
 from nano_inference.ops.cpu.quantised import MOST_COLUMNS
 from nano_inference.ops.cuda import availability
+from nano_inference.ops.formats import FILE
 from nano_inference.ops.interface import Numerics, Ops
 from nano_inference.parallel.bounds import SEGMENTS
 from nano_inference.system.machine import usable_cores
@@ -431,6 +433,9 @@ def _no_kernels_for(
                 return f"{gap} layers with a state ({spec.architecture})."
             if spec.moe is not None and config.codes == "fp8":
                 return f"{gap} experts in FP8 ({spec.architecture}); use quantization='int8'."
+            if config.codes == FILE and spec.quantisation is not None and not has_blocks(spec):
+                said = f"{spec.quantisation}; omit quantization"
+                return f"{gap} codes other than experts in MXFP4 ({said})."
             if spec.latent is not None:
                 problem = availability.problem_with_latents(spec.latent.sizes)
                 if problem is not None:

@@ -177,8 +177,12 @@ class Codes:
 
     def rows(self, start: int, stop: int) -> "Codes":
         """Return the rows [start, stop)."""
+        return self.sliced(slice(start, stop))
+
+    def sliced(self, rows: slice) -> "Codes":
+        """Return some rows."""
         parts = [
-            None if part is None else part[start:stop]
+            None if part is None else part[rows].contiguous()
             for part in (self.codes, self.scales, self.mins, self.steps, self.min_steps)
         ]
         codes, scales, mins, steps, min_steps = parts

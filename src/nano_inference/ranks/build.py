@@ -26,6 +26,7 @@ from nano_inference.device.quantization import settle_quantization
 from nano_inference.drafts.heads import EagleSpec, HeadsSpec, heads_bytes, read_heads
 from nano_inference.errors import ConfigError
 from nano_inference.features import ENGINE_LIMITS, NO_ROUTES, Runs, Setting, require
+from nano_inference.models.parameters.experts import block_formats
 from nano_inference.models.parameters.mtp import drafting_table, whole_table
 from nano_inference.models.parameters.storage import codes_bytes, num_bytes, require_whole_groups
 from nano_inference.models.parameters.table import param_table
@@ -221,7 +222,7 @@ def _guessed_claims(
     # the weights of heads and of the policy's own layer are not those of a whole model
     is_model = heads is None and config.draft_model != MTP
     models = [part for name, part in parts.items() if is_model or name != DRAFT]
-    weights = sum(num_bytes(whole_table(part.whole, part), dtype, config.codes) for part in models)
+    weights = sum(_weight_bytes(config, part, dtype) for part in models)
     whole = parts[POLICY].whole
     is_mtp = config.draft_model == MTP
     copied = drafting_table(whole) if is_mtp else param_table(whole, parts[POLICY])
@@ -234,6 +235,12 @@ def _guessed_claims(
     reading = memory.read()
     workspace = guess(config, [part.spec for part in parts.values()], dtype, kernels)
     return Claims(weights, workspace, others=reading.used, total=reading.total, estimated=True)
+
+
+def _weight_bytes(config: EngineConfig, part: ModelShard, dtype: Dtype) -> int:
+    table = whole_table(part.whole, part)
+    formats = block_formats(part.whole, table) if config.codes == FILE else config.codes
+    return num_bytes(table, dtype, formats)
 
 
 def memory_of(device: Device) -> "DeviceMemory | None":

@@ -7,8 +7,24 @@ from nano_inference.models.parameters.rows import norm_param, plain_param, produ
 from nano_inference.models.sharding.shard import ModelShard
 from nano_inference.models.spec.experts import MoeSpec
 from nano_inference.models.spec.model import ModelSpec
+from nano_inference.ops.formats import FORMATS, Format, Stack
 
 BLOCKS = "_blocks"  # suffix of checkpoint names of MXFP4 codes
+
+
+def has_blocks(spec: ModelSpec) -> bool:
+    """Return True if a checkpoint stores experts, and nothing else, as codes in MXFP4."""
+    said = spec.quantisation
+    return said is not None and {scheme.format for _, scheme in said.schemes} == {"mxfp4"}
+
+
+def block_formats(spec: ModelSpec, table: tuple[ParamSpec, ...]) -> dict[str, Format | Stack]:
+    """Return the format of the parameters that a checkpoint stores as codes in MXFP4."""
+    if not has_blocks(spec):
+        return {}
+    form = FORMATS["mxfp4-32"]
+    stored = (param for param in table if any(each.name.endswith(BLOCKS) for each in param.fused))
+    return {param.name: form for param in stored}
 
 
 def expert_params(part: ModelShard, moe: MoeSpec, prefix: str, layer: str) -> list[ParamSpec]:

@@ -1,13 +1,15 @@
 """`FusedTensor`: a tensor that holds several checkpoint tensors, split into its parts."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from nano_inference.arrays import Tensor, is_tensor, namespace
+from nano_inference.arrays import Tensor, host, is_tensor, namespace
 from nano_inference.models.parameters.param import Fused, ParamSpec
+from nano_inference.ops.formats import Format
+from nano_inference.ops.quantised import Codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,26 @@ class _Matrices:
                 order = tuple(axis - 1 for axis in order[1:])
                 self._one = FusedTensor(fused.shape[1:], names, axes[1:], order)
 
+    @property
+    def form(self) -> Format | None:
+        """Format of the codes if each part is some rows of one matrix in their order, or None."""
+        axes, order = self._one.axes, self._one.order
+        whole_rows = order[-1] == len(axes) - 1 and axes[-1] == self._one.shape[-1]
+        return getattr(self.whole, "form", None) if self._by_matrix and whole_rows else None
+
+    def codes(self, index: int, start: int, stop: int) -> Iterator[Codes]:
+        """Yield the codes of a part's rows [start, stop), a few rows at a time."""
+        which, within = divmod(index, self._each)
+        shape, axes = ((*sizes[:-1], 1) for sizes in (self._one.shape, self._one.axes))
+        numbers = replace(self._one, shape=shape, axes=axes)
+        _, rows = numbers.split(host.arange(math.prod(shape)))[within]
+        first, *others = rows.flatten().tolist()
+        step = others[0] - first if others else 1
+        at = first + start * step
+        for codes in self.whole.codes(at, first + (stop - 1) * step + 1, which):
+            yield codes.sliced(slice((first - at) % step, None, step))
+            at += len(codes.codes)
+
     def part(self, index: int) -> Tensor:
         """Return a whole part."""
         which, within = divmod(index, self._each)
@@ -136,6 +158,18 @@ class FusedPart:
     def why(self) -> str | None:
         """Reason why products cannot read the codes. None: they can, or there are no codes."""
         return getattr(self.matrices.whole, "why", None)
+
+    @property
+    def form(self) -> Format | None:
+        """Format of the codes, or None if products cannot read them."""
+        return self.matrices.form
+
+    def codes(self, start: int, stop: int) -> Iterator[Codes]:
+        """Yield the codes of rows [start, stop), a few rows at a time. `form` must not be None.
+
+        Raises `ModelLoadError` for damaged scales.
+        """
+        return self.matrices.codes(self.index, start, stop)
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         """Return a slice of the part, or all of it."""

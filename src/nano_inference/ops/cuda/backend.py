@@ -11,6 +11,7 @@ from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.few_rows import few_rows
 from nano_inference.ops.cuda.latent import LATENT_OPS
 from nano_inference.ops.cuda.lora import GroupedLora, placed
+from nano_inference.ops.cuda.microscaling import MXFP4, MicroscaledWeight
 from nano_inference.ops.cuda.moe import moe, record_experts
 from nano_inference.ops.cuda.quantised import AlignedWeight, quantised_embedding, quantised_product
 from nano_inference.ops.cuda.rows import embed, gate, normed_rows, rms_norm, rope_and_store
@@ -91,11 +92,12 @@ class CudaOps:
         segments: tuple[int, ...] | None = None,
         arena: TensorArena | None = None,
     ) -> Weight:
-        """Implement `Ops.allocate` for the formats `"int8"` and `"fp8"`. Memory comes from `arena`,
-        if there is one.
+        """Implement `Ops.allocate` for the formats `"int8"`, `"fp8"` and MXFP4. Memory comes from
+        `arena`, if there is one.
         """
         if isinstance(form, Format):
-            return AlignedWeight(shape, dtype, device, form, segments, arena)
+            kind = MicroscaledWeight if form == MXFP4 else AlignedWeight
+            return kind(shape, dtype, device, form, segments, arena)
         if arena is not None:
             return arena.take(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=device)

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nano_inference.ops.cuda.expert_tiles import store_tile, tile_of_expert
 from nano_inference.ops.cuda.matmul import invariant_product
 from nano_inference.ops.cuda.quantised_experts import quantised_experts
-from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned, gated
+from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 from nano_inference.ops.reference.quantised import QuantisedWeight
 
@@ -292,15 +293,9 @@ def _products_kernel(
     expert = tl.load(experts_ptr + tl.program_id(0))
     if expert >= num_experts:
         return
-    places = tl.load(firsts_ptr + tl.program_id(0)) + tl.arange(0, ROWS)
-    mask = places < tl.load(ends_ptr + tl.program_id(0))
-    who = tl.load(order_ptr + places, mask=mask, other=0)
-    sources = tl.load(rows_ptr + who, mask=mask, other=0) if GATE else places
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    column_mask = columns < COLUMNS_IN_ALL
-    first_row = expert * COLUMNS_IN_ALL
-    if GATE:
-        first_row = first_row * 2
+    sources, targets, mask, columns, column_mask, first_row = tile_of_expert(
+        expert, rows_ptr, order_ptr, firsts_ptr, ends_ptr, COLUMNS_IN_ALL, GATE, ROWS, COLUMNS
+    )
     ks = tl.arange(0, DEPTH)
     x_ptrs = x_ptr + sources[:, None] * K + ks[None, :]
     weight_ptrs = weight_ptr + (first_row + columns)[None, :] * K + ks[:, None]
@@ -315,19 +310,10 @@ def _products_kernel(
         if GATE:
             weight = tl.load(weight_ptrs + COLUMNS_IN_ALL * K + k, mask=weight_mask, other=0.0)
             others = tl.dot(x, weight, others, input_precision=PRECISION)
-    if bias_ptr is not None:
-        bias_ptrs = bias_ptr + first_row + columns
-        sums += tl.load(bias_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-        if GATE:
-            bias = tl.load(bias_ptrs + COLUMNS_IN_ALL, mask=column_mask, other=0.0)
-            others += bias.to(tl.float32)[None, :]
-    if GATE:
-        sums = gated(sums, others, ACTIVATION)
-        targets = places
-    else:
-        targets = who
-    out_ptrs = out_ptr + targets[:, None] * COLUMNS_IN_ALL + columns[None, :]
-    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask[:, None] & column_mask[None, :])
+    store_tile(
+        out_ptr, sums, others, bias_ptr, targets, mask, columns, column_mask, first_row,
+        COLUMNS_IN_ALL, GATE, ACTIVATION,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])

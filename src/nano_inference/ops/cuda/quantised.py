@@ -66,7 +66,7 @@ def quantised_rows(x: Tensor, weight: QuantisedWeight) -> tuple[Tensor, Tensor]:
     if rows:
         _quantise_kernel[(rows,)](
             aligned(x), codes, scales, columns, stride, weight.bounds, segments,
-            _DTYPES[weight.dtype], **whole_row(widest),
+            DTYPES[weight.dtype], **whole_row(widest),
         )  # fmt: skip
     return codes, scales
 
@@ -146,7 +146,7 @@ def quantised_embedding(input_ids: Tensor, weight: QuantisedWeight, scale: float
     return out
 
 
-_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit

@@ -1,28 +1,38 @@
 """Products of rows with quantized experts: tiles of `ops/cuda/moe.py`, arithmetic of
-`ops/cuda/quantised.py`.
+`ops/cuda/quantised.py` (8 bits) and of `ops/cuda/microscaling.py` (MXFP4).
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nano_inference.ops.cuda.expert_tiles import store_tile, tile_of_expert
+from nano_inference.ops.cuda.microscaling import (
+    MicroscaledWeight,
+    grouped_rows,
+    microscaled_product,
+)
 from nano_inference.ops.cuda.quantised import quantised_rows, whole_product
-from nano_inference.ops.cuda.rows import ACTIVATIONS, gated
+from nano_inference.ops.cuda.rows import ACTIVATIONS
+from nano_inference.ops.formats import GROUP
 from nano_inference.ops.moe import Experts
 from nano_inference.ops.reference.quantised import QuantisedWeight
 
 ROWS, COLUMNS, DEPTH = 16, 64, 128
+_GROUP = tl.constexpr(GROUP)
 
 
 def quantised_experts(
     x: Tensor, rows: Tensor, tiles: tuple[Tensor, ...], experts: Experts
 ) -> Tensor:
-    """Implement `MoeSteps.products` for weights in the format `"int8"`: float32 [P, H].
+    """Implement `MoeSteps.products` for weights in the format `"int8"` or in MXFP4: float32 [P, H].
 
     Args:
         x: Rows [M, H].
@@ -38,46 +48,63 @@ def quantised_experts(
         (x, experts.gate_up, gate_up_bias, between, inner, ACTIVATIONS[experts.activation]),
         (between, experts.down, down_bias, out, hidden, None),
     ):
-        _launch(source, weight, bias, result, columns, activation, rows, tiles, experts.num_held)
+        launch = _launch_microscaled if isinstance(weight, MicroscaledWeight) else _launch
+        options = {"GATE": activation is not None, "ACTIVATION": activation or 0}
+        options |= {"num_warps": 4, "enable_fp_fusion": False}
+        grid = (len(tiles[1]), triton.cdiv(columns, COLUMNS))
+        launch(
+            grid, source, weight, (bias, result, rows, *tiles, experts.num_held, columns), options
+        )
     return out
 
 
 def _launch(
+    grid: tuple[int, int],
     source: Tensor,
     weight: QuantisedWeight,
-    bias: Tensor | None,
-    result: Tensor,
-    columns: int,
-    activation: int | None,
-    rows: Tensor,
-    tiles: tuple[Tensor, ...],
-    num_experts: int,
+    tiled: tuple[Any, ...],
+    options: dict[str, Any],
 ) -> None:
     codes, scales = quantised_rows(source, weight)
-    _products_kernel[(len(tiles[1]), triton.cdiv(columns, COLUMNS))](
+    _products_kernel[grid](
         codes,
         scales,
         weight.data.view(torch.int8),
         weight.data.view(torch.float32),
-        bias,
-        result,
-        rows,
-        *tiles,
-        num_experts,
-        columns,
+        *tiled,
         codes.stride(0),
         weight.data.stride(0),
         weight.scales_at // 4,
         weight.bounds,
         len(weight.bounds) - 1,
-        activation is not None,
-        activation or 0,
-        ROWS,
-        COLUMNS,
-        DEPTH,
-        num_warps=4,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        DEPTH=DEPTH,
         num_stages=3,
-        enable_fp_fusion=False,
+        **options,
+    )
+
+
+def _launch_microscaled(
+    grid: tuple[int, int],
+    source: Tensor,
+    weight: QuantisedWeight,
+    tiled: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    codes, scales = grouped_rows(source, weight)
+    _microscaled_kernel[grid](
+        codes,
+        scales,
+        weight.data,
+        *tiled,
+        weight.data.stride(0),
+        weight.scales_at,
+        scales.shape[1] // 2,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        num_stages=4,
+        **options,
     )
 
 
@@ -112,15 +139,9 @@ def _products_kernel(
     expert = tl.load(experts_ptr + tl.program_id(0))
     if expert >= num_experts:
         return
-    places = tl.load(firsts_ptr + tl.program_id(0)) + tl.arange(0, ROWS)
-    mask = places < tl.load(ends_ptr + tl.program_id(0))
-    who = tl.load(order_ptr + places, mask=mask, other=0)
-    sources = tl.load(rows_ptr + who, mask=mask, other=0) if GATE else places
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    column_mask = columns < COLUMNS_IN_ALL
-    first_row = expert * COLUMNS_IN_ALL
-    if GATE:
-        first_row = first_row * 2
+    sources, targets, mask, columns, column_mask, first_row = tile_of_expert(
+        expert, rows_ptr, order_ptr, firsts_ptr, ends_ptr, COLUMNS_IN_ALL, GATE, ROWS, COLUMNS
+    )
     ks = tl.arange(0, DEPTH)
     x_ptrs = x_ptr + sources[:, None] * X_STRIDE + ks[None, :]
     x_scale_ptrs = x_scales_ptr + sources * SEGMENTS
@@ -130,20 +151,65 @@ def _products_kernel(
         x_ptrs, x_scale_ptrs, mask, weight_ptrs, scale_ptrs, column_mask,
         BOUNDS, SEGMENTS, ROWS, COLUMNS, DEPTH,
     )  # fmt: skip
-    if bias_ptr is not None:
-        bias_ptrs = bias_ptr + first_row + columns
-        sums += tl.load(bias_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    targets = who
+    others = sums
     if GATE:
         others = whole_product(
             x_ptrs, x_scale_ptrs, mask, weight_ptrs + COLUMNS_IN_ALL * WEIGHT_STRIDE,
             scale_ptrs + COLUMNS_IN_ALL * (WEIGHT_STRIDE // 4), column_mask,
             BOUNDS, SEGMENTS, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptrs + COLUMNS_IN_ALL, mask=column_mask, other=0.0)
-            others += bias.to(tl.float32)[None, :]
-        sums = gated(sums, others, ACTIVATION)
-        targets = places
-    out_ptrs = out_ptr + targets[:, None] * COLUMNS_IN_ALL + columns[None, :]
-    tl.store(out_ptrs, sums, mask=mask[:, None] & column_mask[None, :])
+    store_tile(
+        out_ptr, sums, others, bias_ptr, targets, mask, columns, column_mask, first_row,
+        COLUMNS_IN_ALL, GATE, ACTIVATION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _microscaled_kernel(
+    x_ptr,  # int8 [M, PAIRS * 64], or sorted [P, PAIRS * 64] if not GATE
+    x_scales_ptr,  # float32 [M or P, PAIRS * 2]
+    weight_ptr,  # uint8 [experts * rows, WEIGHT_STRIDE], as in `_products_kernel`
+    bias_ptr,
+    out_ptr,
+    rows_ptr,
+    order_ptr,
+    experts_ptr,
+    firsts_ptr,
+    ends_ptr,
+    num_experts,
+    COLUMNS_IN_ALL: tl.constexpr,
+    WEIGHT_STRIDE: tl.constexpr,
+    EXPONENTS_AT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute one tile of rows by one tile of columns. Grid (tiles, tiles of columns)."""
+    expert = tl.load(experts_ptr + tl.program_id(0))
+    if expert >= num_experts:
+        return
+    sources, targets, mask, columns, column_mask, first_row = tile_of_expert(
+        expert, rows_ptr, order_ptr, firsts_ptr, ends_ptr, COLUMNS_IN_ALL, GATE, ROWS, COLUMNS
+    )
+    ks = tl.arange(0, _GROUP)
+    x_ptrs = x_ptr + sources[:, None] * (PAIRS * 2 * _GROUP) + ks[None, :]
+    x_scale_ptrs = x_scales_ptr + sources * (PAIRS * 2)
+    rows_at = weight_ptr + (first_row + columns) * WEIGHT_STRIDE
+    weight_ptrs = rows_at[None, :] + ks[:, None]
+    exponent_ptrs = rows_at + EXPONENTS_AT
+    sums = microscaled_product(
+        x_ptrs, x_scale_ptrs, mask, weight_ptrs, exponent_ptrs, column_mask, PAIRS, ROWS, COLUMNS
+    )
+    others = sums
+    if GATE:
+        up: tl.constexpr = COLUMNS_IN_ALL * WEIGHT_STRIDE
+        others = microscaled_product(
+            x_ptrs, x_scale_ptrs, mask, weight_ptrs + up, exponent_ptrs + up, column_mask,
+            PAIRS, ROWS, COLUMNS,
+        )  # fmt: skip
+    store_tile(
+        out_ptr, sums, others, bias_ptr, targets, mask, columns, column_mask, first_row,
+        COLUMNS_IN_ALL, GATE, ACTIVATION,
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Parts of a kernel that multiplies a tile of rows by columns of one expert: which rows and columns
+they are, and their results.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+import triton
+import triton.language as tl
+
+from nano_inference.ops.cuda.rows import gated
+
+
+@triton.jit
+def tile_of_expert(
+    expert,
+    rows_ptr,
+    order_ptr,
+    firsts_ptr,
+    ends_ptr,
+    COLUMNS_IN_ALL: tl.constexpr,
+    GATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return a program's rows of x, places of results, mask of rows, columns, their mask, and the
+    row of the weight that is the expert's first. Grid (tiles, tiles of columns).
+    """
+    places = tl.load(firsts_ptr + tl.program_id(0)) + tl.arange(0, ROWS)
+    mask = places < tl.load(ends_ptr + tl.program_id(0))
+    who = tl.load(order_ptr + places, mask=mask, other=0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column_mask = columns < COLUMNS_IN_ALL
+    first_row = expert * COLUMNS_IN_ALL
+    if GATE:  # up rows follow the gate's, and results are sorted by expert
+        sources = tl.load(rows_ptr + who, mask=mask, other=0)
+        return sources, places, mask, columns, column_mask, first_row * 2
+    return places, who, mask, columns, column_mask, first_row
+
+
+@triton.jit
+def store_tile(
+    out_ptr,
+    sums,
+    others,
+    bias_ptr,
+    targets,
+    mask,
+    columns,
+    column_mask,
+    first_row,
+    COLUMNS_IN_ALL: tl.constexpr,
+    GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Add biases, apply the gate `sums` to `others` if GATE, and store the results."""
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + first_row + columns
+        sums += tl.load(bias_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        if GATE:
+            bias = tl.load(bias_ptrs + COLUMNS_IN_ALL, mask=column_mask, other=0.0)
+            others += bias.to(tl.float32)[None, :]
+    if GATE:
+        sums = gated(sums, others, ACTIVATION)
+    out_ptrs = out_ptr + targets[:, None] * COLUMNS_IN_ALL + columns[None, :]
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask[:, None] & column_mask[None, :])
