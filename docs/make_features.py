@@ -13,7 +13,6 @@ BEGIN, END = "<!-- features -->", "<!-- end of features -->"
 FACTS = {
     LOCKSTEP: "engines in lockstep",
     SHARED: "several ranks",
-    "heads": "`draft_model` with heads",
     "whole_model": "`embed`, `replay`, `DraftTrainer`, scoring of targets",
     "beside_policy": "weights of a model other than the policy",
 }

@@ -24,7 +24,7 @@ ATTENTION_OF: dict[str, Literal["reference", "cpu", "cuda"]] = {
     "triton": "cuda",
 }
 # facts that no option holds
-LOCKSTEP, SHARED, RUNS, HEADS = "lockstep", "shared", "runs", "heads"
+LOCKSTEP, SHARED, RUNS = "lockstep", "shared", "runs"
 SEVERAL = "several_models"
 # facts about a call; their value is the call's name in messages
 WHOLE_MODEL, BESIDE_POLICY = "whole_model", "beside_policy"
@@ -213,8 +213,6 @@ def _shown(name: str, value: Any) -> str:
         return "lockstep of engines"
     if name == SEVERAL:
         return "a server of several models"
-    if name == HEADS:
-        return f"draft_model={value!r}, which holds draft heads,"
     if name in (WHOLE_MODEL, BESIDE_POLICY):
         return str(value)
     if name in _SECRETS:
@@ -305,8 +303,10 @@ ENGINE_ROWS = (
         "use 'int8', or backend='cuda' or 'reference'",
         backends=NOT_CPU,
     ),
-    _feature("quantized drafts", "draft_quantization")(
-        "drafts of the CUDA kernels have plain weights", _PLAIN, backends=TORCHS
+    _feature("quantized drafts", Asked("draft_quantization", but=("int8", "fp8")))(
+        "the CUDA kernels multiply plain weights, 'int8' and 'fp8'",
+        "use draft_quantization='int8', or another backend",
+        backends=TORCHS,
     ),
     _coded_keys(
         "its kernels read plain keys and values", "use attention='auto'", excludes=(_FLEX,)
@@ -355,9 +355,6 @@ ENGINE_ROWS = (
         "a rejected draft cannot be removed from a state",
         "use speculation='suffix'",
         models=(STATES,),
-    ),
-    _feature("draft heads", HEADS)(
-        "CUDA has no kernels for draft heads", "use draft_model='self'", backends=TORCHS
     ),
     _feature("fewer layers of the policy as draft models", "draft_layers")(
         "it describes a cheaper copy of the policy",

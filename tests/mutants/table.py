@@ -1592,4 +1592,11 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         new="group = 2 * pair",
         seen_by="tests/ops/test_triton_microscaling.py -k definition",
     ),
+    Fault(
+        "taps_of_a_capture",
+        "src/nano_inference/device/captured_taps.py",
+        old="self._places[layer][: len(x)].copy_(x)",
+        new="super().note(layer, batch, out, x)",
+        seen_by="tests/device/test_cuda_drafts.py -k 'those_of_the_reference and eagle'",
+    ),
 )

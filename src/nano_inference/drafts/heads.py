@@ -267,7 +267,9 @@ class HeadWeights:
         """Return the policy's ids, or None if they equal the heads' ids."""
         ids = mapped_ids(self.spec, stored)
         xp = namespace(ids)
-        return None if xp.equal(ids, xp.arange(vocab_of(self.spec))) else ids
+        if xp.equal(ids, xp.arange(vocab_of(self.spec))):
+            return None
+        return ids if self._device is HOST else ids.to(self._device)
 
 
 def vocab_of(spec: HeadsSpec) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Listed
 from itertools import compress
 from typing import Any, NamedTuple
 
-from nano_inference.arrays import Tensor, namespace, without_gradients
+from nano_inference.arrays import Tensor, namespace, on_device, without_gradients
 from nano_inference.core.batch import ALL, Chunks
 from nano_inference.core.sequence import DRAFT, POLICY, Sequence
 from nano_inference.device.kv_tensors import KVStorage
@@ -110,17 +110,22 @@ class LayerDrafts(ABC):
         Store the keys of rows whose next token is known, and keep the rows that tokens are drawn
         from.
         """
+        with on_device(self.policy.device):
+            self._rows.keep(chunks, self._drawn_rows(chunks, batches))
+
+    def _drawn_rows(self, chunks: Chunks, batches: Listed[ForwardBatch]) -> Tensor:
+        """Store the keys of known rows. Return the rows that tokens are drawn from."""
         hidden, xp = self.hidden_size, namespace(self.policy.device)
         drawn: list[Tensor] = []
         for (name, part), batch in zip(chunks.parts, batches, strict=True):
             count = len(batch.logits_indices)
             if name == POLICY:
-                rows = self.combined(self._taps.rows())
+                rows = self.combined(self._taps.rows(len(batch.input_ids)))
                 self._store(self._known_parts(chunks, part, rows))
                 drawn.append(rows[batch.logits_indices.to(rows.device)])
             else:  # the head cannot use rows of other models
                 drawn.append(xp.full((count, hidden), math.nan, device=self.policy.device))
-        self._rows.keep(chunks, xp.cat(drawn))
+        return xp.cat(drawn)
 
     def _known_parts(self, chunks: Chunks, part: Any, rows: Tensor) -> list[_Part]:
         columns = chunks.columns if part is ALL else chunks.columns.of(part)
@@ -159,6 +164,10 @@ class LayerDrafts(ABC):
 
     @without_gradients
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
+        with on_device(self.policy.device):
+            return self._guesses(seqs, most)
+
+    def _guesses(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
         drafting, rows = self._begin(seqs, most)
         xp = namespace(self.policy.device)
         hidden = xp.cat(rows) if rows else xp.empty(0)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence as Listed
 from typing import Any
 
-from nano_inference.arrays import Tensor, namespace, without_gradients
+from nano_inference.arrays import Tensor, namespace, on_device, without_gradients
 from nano_inference.core.batch import Chunks
 from nano_inference.core.sequence import Sequence
 from nano_inference.drafts.drawn_rows import DrawnRows
@@ -64,7 +64,8 @@ class MedusaDrafts:
         drafting = [Drafting(seq, 0, [], wanted) for seq, _ in pairs]
         if drafting:
             xp = namespace(self.policy.device)
-            self._draw_all(drafting, xp.stack([row for _, row in pairs]), wanted)
+            with on_device(self.policy.device):
+                self._draw_all(drafting, xp.stack([row for _, row in pairs]), wanted)
         return guesses_of(seqs, drafting)
 
     def _draw_all(self, drafting: Listed[Drafting], hidden: Tensor, wanted: int) -> None:

@@ -20,7 +20,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from nano_inference.arrays import Device, without_gradients
+from nano_inference.arrays import Device, on_device, without_gradients
 from nano_inference.core.sequence import DRAFT, Sequence
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.drafts.source import NO_GUESS, Guess
@@ -175,10 +175,11 @@ class ModelDrafts:
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
         if self._follow is not None:
             self._follow()
-        live = self._begin(seqs, most)
-        drafting = list(live)
-        while live := [each for each in live if each.is_open]:
-            self._draw(live)
+        with on_device(self.model.device):
+            live = self._begin(seqs, most)
+            drafting = list(live)
+            while live := [each for each in live if each.is_open]:
+                self._draw(live)
         self._remember(drafting)
         return guesses_of(seqs, drafting)
 

@@ -22,7 +22,9 @@ class Taps:
         out.copy_(x)
         self._rows[layer] = x.clone()
 
-    def rows(self) -> Tensor:
-        """Return the latest streams, concatenated layer by layer: float32 [N, layers * H]."""
-        rows = [self._rows[layer] for layer in self.layers]
+    def rows(self, count: int) -> Tensor:
+        """Return the latest streams of a pass of `count` rows, concatenated layer by layer: float32
+        [count, layers * H].
+        """
+        rows = [self._rows[layer][:count] for layer in self.layers]
         return namespace(rows[0]).cat(rows, dim=1)

@@ -25,7 +25,7 @@ from nano_inference.device.memory import Claims, MemoryBudget, plan_memory
 from nano_inference.device.quantization import settle_quantization
 from nano_inference.drafts.heads import EagleSpec, HeadsSpec, heads_bytes, read_heads
 from nano_inference.errors import ConfigError
-from nano_inference.features import ENGINE_LIMITS, NO_ROUTES, Runs, Setting, require
+from nano_inference.features import ENGINE_LIMITS, NO_ROUTES, Setting, require
 from nano_inference.models.parameters.experts import block_formats
 from nano_inference.models.parameters.mtp import drafting_table, whole_table
 from nano_inference.models.parameters.storage import codes_bytes, num_bytes, require_whole_groups
@@ -151,9 +151,6 @@ def plan_engine(
         require(ENGINE_LIMITS, Setting(config, **facts))
     if DRAFT in specs:
         require_drafting(config, ops, specs[DRAFT], dtype, device)
-    if heads is not None or config.draft_model == MTP:
-        runs = Runs(ops.name, str(device))
-        require(ENGINE_LIMITS, Setting(heads=config.draft_model, runs=runs))
     return EnginePlan(
         config=config,
         rank=rank,

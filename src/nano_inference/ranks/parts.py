@@ -114,7 +114,7 @@ def _assemble(
     try_attention(config, plan.specs, plan.memory_budget.num_blocks, plan.dtype, device)
     memory = memory or memory_of(device)
     pools = _pools(plan)
-    models = _load(plan, pools)
+    models = _tapped(plan, _load(plan, pools))
     if config.codes == FILE:
         plan = replace(plan, memory_budget=replace(plan.memory_budget, weights=_held(plan, models)))
     if memory is not None and plan.ops.name == "cuda":
@@ -155,6 +155,22 @@ def _pools(plan: EnginePlan) -> "EnginePools | None":
     return made
 
 
+def _tapped(plan: EnginePlan, models: dict[str, Decoder]) -> dict[str, Decoder]:
+    """Return the models, with taps in the policy if draft heads read its activations."""
+    spec, policy = None if plan.heads is None else plan.heads[1], models[POLICY]
+    layers = spec.layer_ids if isinstance(spec, EagleSpec) else ()
+    if plan.config.draft_model == MTP:
+        layers = (policy.spec.num_layers,)
+    if not layers:
+        return models
+    taps = Taps(layers)
+    if plan.ops.name == "cuda":
+        from nano_inference.device.captured_taps import taps_of  # imports torch
+
+        taps = taps_of(plan.config, layers, policy)
+    return {**models, POLICY: policy.twin(taps=taps)}
+
+
 def _with_cache(
     plan: EnginePlan, models: Mapping[str, Decoder], pools: "EnginePools | None"
 ) -> Parts:
@@ -170,12 +186,9 @@ def _with_cache(
     if config.enable_return_routed_experts and moe is not None:
         sizes, write = (kept.num_blocks, kept.block_size), models[POLICY].ops.record_experts
         record = RouteRecord(moe, *sizes, device, write)
-    spec = None if plan.heads is None else plan.heads[1]
-    taps = Taps(spec.layer_ids) if isinstance(spec, EagleSpec) else None
-    if config.draft_model == MTP:
-        taps = Taps((models[POLICY].spec.num_layers,))
-    if record is not None or taps is not None:
-        models = {**models, POLICY: models[POLICY].twin(routes=record, taps=taps)}
+    if record is not None:
+        policy = models[POLICY]
+        models = {**models, POLICY: policy.twin(routes=record, taps=policy.taps)}
     if config.draft_model == SELF:
         models = {**models, DRAFT: _self_draft(config, models[POLICY])}
         storages[DRAFT] = kept

@@ -232,7 +232,7 @@ class HeadTrainer(ABC):
                 PolicyRows(
                     token_ids=torch.tensor(ids),
                     hidden=hidden.float().clone(),
-                    taps=torch.empty(length, 0) if taps is None else as_torch(taps.rows()),
+                    taps=torch.empty(length, 0) if taps is None else as_torch(taps.rows(length)),
                     embedded=torch.empty(length, 0)
                     if embedding is None
                     else embedding[torch.tensor(ids)].float(),
