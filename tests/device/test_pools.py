@@ -317,13 +317,42 @@ def awake_bytes(engine: InferenceEngine) -> int:
 def slept(engine: InferenceEngine) -> str:
     """Let an engine sleep and wake. Return the state that a failure leaves it in."""
     try:
-        engine.sleep(weights=True)
-        engine.wake()
+        sleep_and_wake(engine)
     except EngineDead:
         return "dead"
     except NanoInferenceError:
         return "asleep" if engine.sleeping() else "awake"
     return "whole"
+
+
+@pytest.mark.usefixtures("conventional")
+@pytest.mark.parametrize("call", ["queue_out", "unmap", "map", "queue_in"])
+def test_interrupted_sleep_ends_the_engine(
+    build: Build, card: VirtualCard, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A second Ctrl-C leaves some pieces of memory mapped, and others not."""
+    engine, real, calls = build(backend="cuda", lookahead=1), getattr(CudaDriver, call), 0
+
+    def interrupted(driver: CudaDriver, *arguments: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        real(driver, *arguments)
+
+    start(engine)
+    monkeypatch.setattr(CudaDriver, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sleep_and_wake(engine)
+    with pytest.raises(EngineDead, match="interrupted"):
+        engine.generate([[1]], params())
+    engine.shutdown()
+    assert card.kept == (0, 0, 0)
+
+
+def sleep_and_wake(engine: InferenceEngine) -> None:
+    engine.sleep(weights=True)
+    engine.wake()
 
 
 @pytest.mark.usefixtures("conventional")
