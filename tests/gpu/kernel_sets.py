@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.models import QWEN_CONFIG
+from benchmarks.models import GPT_OSS_CONFIG, QWEN_CONFIG
 from nano_inference import EngineConfig, SamplingParams
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.adapters import with_and_without_adapters
@@ -33,11 +33,13 @@ from nano_inference.device.units import UnitMap
 from nano_inference.device.warm_up import run_all_kinds
 from nano_inference.kv_cache.sliding_window import UnitPool
 from nano_inference.models.decoder import Decoder
+from nano_inference.models.parameters.experts import block_formats
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.cuda.backend import cuda_ops
+from nano_inference.ops.formats import FILE
 from nano_inference.sampling.tensors import (
     DrawRequest,
     SamplingBatch,
@@ -55,8 +57,12 @@ WINDOWS_CONFIG = QWEN_CONFIG | {
     "num_hidden_layers": 2,
     "sliding_window": 512,
 }
-
-
+# two layers of gpt-oss-20b, with experts in MXFP4
+EXPERTS_CONFIG = GPT_OSS_CONFIG | {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "quantization_config": {"quant_method": "mxfp4"},
+}
 # layers with heads of 256 numbers and a window, of 512, and one that reads another layer's keys
 KINDS_CONFIG: dict[str, Any] = {
     "architectures": ["Gemma4ForCausalLM"],
@@ -188,7 +194,9 @@ def engine_of(kernels: KernelSet) -> Engine:
     """Return an engine that can launch kernels within `recording` or `compiling`."""
     config, spec, dtype = kernels.config(), kernels.spec, getattr(torch, kernels.dtype)
     ops = cuda_ops(batch_invariant=kernels.batch_invariant, overlaps=config.cuda_overlap)
-    params = allocate(param_table(spec), dtype, NOWHERE, ops.allocate, config.codes)
+    table = param_table(spec)
+    formats = block_formats(spec, table) if config.codes == FILE else config.codes
+    params = allocate(table, dtype, NOWHERE, ops.allocate, formats)
     model = Decoder(spec, params, ops, 4352)
     layout = common_layout([spec], longest_asked(config, [spec]))
     pool = UnitPool(BLOCKS * layout.num_units, BLOCKS, layout)
@@ -312,7 +320,7 @@ def main() -> None:
 
 def served_sets() -> Iterator[KernelSet]:
     """Yield sets with and without the law, with codes, overlapping kernels, adapters, windows, heads
-    of two sizes, and latents.
+    of two sizes, latents, and experts in MXFP4.
     """
     for exact in (False, True):
         name = f"Qwen3-0.6B, batch_invariant={exact}"
@@ -327,6 +335,8 @@ def served_sets() -> Iterator[KernelSet]:
     yield KernelSet("windows", WINDOWS_CONFIG, "bfloat16", batch_invariant=False, options=eager)
     yield KernelSet("kinds", KINDS_CONFIG, "bfloat16", batch_invariant=True)
     yield KernelSet("latents", LATENTS_CONFIG, "bfloat16", batch_invariant=True)
+    blocks = eager | {"quantization": "file"}
+    yield KernelSet("experts", EXPERTS_CONFIG, "bfloat16", batch_invariant=True, options=blocks)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def run(module: str, *options: str, **environment: str) -> str:
 
 def test_serving_compiles_no_kernel_after_the_start() -> None:
     report = json.loads(run("kernel_sets"))
-    assert len(report) == 8
+    assert len(report) == 9
     for name, kernels in report.items():
         assert kernels["at start"] > 50, name
         assert kernels["later"] == [], name
