@@ -195,6 +195,7 @@ def pool_of(engine: InferenceEngine, memory: Memory) -> Pool:
     return held[memory]
 
 
+@pytest.mark.thorough(but=["None-memory2", "int8-memory0"])
 @pytest.mark.usefixtures("conventional")
 @pytest.mark.parametrize("memory", [["weights"], ["kv_cache"], ["weights", "kv_cache"]])
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -325,6 +326,7 @@ def slept(engine: InferenceEngine) -> str:
     return "whole"
 
 
+@pytest.mark.thorough(but=["unmap", "map"])
 @pytest.mark.usefixtures("conventional")
 @pytest.mark.parametrize("call", ["queue_out", "unmap", "map", "queue_in"])
 def test_interrupted_sleep_ends_the_engine(
