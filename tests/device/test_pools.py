@@ -61,6 +61,7 @@ def test_pool_keeps_addresses_and_bits(
     pool = Pool(card.driver(), CPU)
     dtypes = [data.draw(st.sampled_from(DTYPES)) for _ in shapes]
     tensors = [pool.take(tuple(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    tensor = tensors[0]
     for index, tensor in enumerate(tensors):
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + index)
         assert pool.holds(tensor)

@@ -141,7 +141,8 @@ def test_microscaled_experts(target: Target, dtype: torch.dtype) -> None:
         weights.append(allocate(size, dtype, device, form=FORMATS["mxfp4-32"]))
         weights[-1].write(0, numbers(seed, *size, device=target.device, scale=0.05))
     router = torch.zeros(count, hidden, device=device)
-    experts = Experts(router, *weights, count, Routing(2, True), "silu")
+    gate_up, down = weights
+    experts = Experts(router, gate_up, down, count, Routing(2, True), "silu")
     rows = target.size(200, 5)
     x = numbers(3, rows, hidden, device=target.device, dtype=dtype)
     which = torch.arange(rows, device=device)

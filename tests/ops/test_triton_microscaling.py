@@ -105,7 +105,8 @@ def made(hidden: int, inner: int, activation: str, dtype: torch.dtype, count: in
     )
     router = torch.zeros(count, hidden, device=DEVICE)
     routing = Routing(2, True)
-    return Experts(router, *weights, count, routing, activation, biases=biases)
+    gate_up, down = weights
+    return Experts(router, gate_up, down, count, routing, activation, biases=biases)
 
 
 HELD = torch.tensor([0, 3, 3, 1, 4, 3, 0, 1, 3, 4, 3, 0, 4, 1], device=DEVICE)

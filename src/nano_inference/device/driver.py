@@ -99,13 +99,13 @@ def _library(path: str) -> Any:
     """Return the library, with the types of its functions. Raises `NoVirtualMemory`."""
     try:
         loaded = ctypes.CDLL(path)
-        for name, types in _SIGNATURES.items():
-            function = getattr(loaded, name)
-            function.argtypes, function.restype = types, _INT
     except OSError as problem:
         raise NoVirtualMemory(f"the CUDA driver {path!r} cannot be loaded") from problem
-    except AttributeError as problem:
-        raise NoVirtualMemory(f"the CUDA driver is too old: it lacks {name}") from problem
+    for name, types in _SIGNATURES.items():
+        function = getattr(loaded, name, None)
+        if function is None:
+            raise NoVirtualMemory(f"the CUDA driver is too old: it lacks {name}")
+        function.argtypes, function.restype = types, _INT
     return loaded
 
 

@@ -341,7 +341,8 @@ def _load_params(
         _require_mtp(folder, spec.mtp)
     if plan.device is HOST and ops.packing is not None:
         return load_packed(folder, spec, plan.dtype, plan.device, ops.packing, part, codes)
-    matrix, vector = ops.allocate, None
+    matrix: Any = ops.allocate  # the CUDA backend's takes an arena
+    vector = None
     if pools is not None:
         matrix, vector = partial(matrix, arena=pools.weights), pools.weights.take
     return load_params(folder, spec, plan.dtype, plan.device, matrix, part, codes, vector)
