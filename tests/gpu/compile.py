@@ -84,6 +84,7 @@ DEEPSEEK = Shape("DeepSeek-V3", 7168, 128, 1, 576, 18_432, 129_280, head_norms=F
 DEEPSEEK_LITE = Shape("DeepSeek-V2-Lite", 2048, 16, 1, 576, 10_944, 102_400, head_norms=False)
 DEEPSEEK_FLOAT32 = replace(DEEPSEEK, name="DeepSeek-V3 fp32", dtype=torch.float32)
 LATENT = Latent(rank=512, rotary=64, plain=128, value=128)
+GEMMA_3 = Shape("Gemma-3-270m", 640, 4, 1, 256, 2048, 262_144, head_norms=True)
 GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201_088, head_norms=False)
 
 
@@ -561,6 +562,101 @@ def _few_rows_small(shape: Shape) -> None:
     _few_rows(shape, (1, 8))
 
 
+TRAINED = 512  # rows of a micro-batch
+
+
+def _gradients(shape: Shape) -> Any:
+    from nano_inference.ops.cuda.gradients import CudaGradients
+
+    return CudaGradients(shape.dtype, torch.device("cpu"))
+
+
+def _gradient_products(shape: Shape) -> None:
+    """Multiply forward and backward, with a bias, and add to a weight's gradient."""
+    side, weight = _gradients(shape), shape.empty(shape.hidden, shape.inner)
+    exact, a = side.exact(), shape.empty(16, shape.hidden, dtype=torch.float32)
+    for rows in (1, 7, TRAINED):
+        x = shape.empty(rows, shape.inner)
+        out = side.product(x, side.packed(weight), shape.empty(shape.hidden))
+        side.add_product(x, side.packed(weight), out)
+        side.add_product(side.rounded(out), side.packed_turned(weight), x.float())
+        side.add_outer(out, x, shape.empty(*weight.shape, dtype=torch.float32))
+        inner = exact.product(out, exact.packed(a))
+        exact.add_product(inner, exact.packed_turned(a), out)
+        exact.add_outer(inner, out, a)
+
+
+def _gradient_rows(shape: Shape) -> None:
+    """Differentiate norms, of heads too, rotations and gates, and add rows up."""
+    from nano_inference.ops.gradients import HeadShape, Rotary
+
+    side, heads = _gradients(shape), HeadShape(shape.heads, shape.kv_heads, shape.head_dim)
+    angles = shape.empty(CONTEXT, shape.head_dim // 2, dtype=torch.float32)
+    total = shape.empty(shape.hidden, dtype=torch.float32)
+    norm = shape.norm(shape.head_dim) if shape.head_norms else None
+    for rows in (1, 2, 7, TRAINED):
+        x = shape.empty(rows, shape.hidden, dtype=torch.float32)
+        side.norm(x, shape.norm(shape.hidden))
+        side.norm_gradient(x, shape.norm(shape.hidden), x, x, total)
+        side.norm_gradient(x, shape.norm(shape.hidden), x.clone(), x, None, adds=True)
+        positions = torch.zeros(rows, dtype=torch.int64)
+        rotary = Rotary(angles, angles, False, None, positions)
+        qkv = shape.empty(rows, heads.columns, dtype=torch.float32)
+        parts = side.rotate(qkv, heads, rotary, (norm, norm))
+        side.rotate_gradient(type(parts)(*(part.float() for part in parts)), heads, rotary)
+        if norm is not None:
+            queries = qkv[:, : heads.heads * heads.head_dim]
+            side.norm_gradient(queries, norm, queries, queries, total[: heads.head_dim])
+        gate_up = shape.empty(rows, 2 * shape.inner, dtype=torch.float32)
+        d_out = shape.empty(rows, shape.inner, dtype=torch.float32)
+        side.gate(gate_up, "silu")
+        for activation in ("silu", "gelu_tanh", "clamped_swiglu"):
+            side.gate_gradient(gate_up, activation, d_out)
+        side.add_columns(x, total)
+        embedding = shape.empty(shape.vocab, shape.hidden, dtype=torch.float32)
+        side.add_rows(x, positions, embedding, 1.0)
+
+
+def _gradient_head(shape: Shape) -> None:
+    from nano_inference.ops.gradients import LogitRule
+
+    side, mask_rows = _gradients(shape), torch.zeros(16, dtype=torch.int64)
+    words = torch.zeros(1, -(-shape.vocab // 32), dtype=torch.int32)
+    targets = torch.arange(17), torch.zeros(16, dtype=torch.int64), torch.zeros(16)
+    for cap in (0.0, 30.0):
+        for mask in (words, words[:0]):
+            logits = shape.empty(16, shape.vocab, dtype=torch.float32)
+            side.logit_gradient(logits, targets, (mask_rows, mask), LogitRule(1.0, cap, 1.0))
+
+
+def _gradient_attention(
+    shape: Shape, *, window: int = 0, cap: float = 0.0, has_sinks: bool = False
+) -> None:
+    """Attend and differentiate: a prompt, and two samples that continue it."""
+    from nano_inference.ops.gradients import AttentionRule, HeadShape, PathRows, Rotated
+
+    side, heads = _gradients(shape), HeadShape(shape.heads, shape.kv_heads, shape.head_dim)
+    prompt, rest = torch.arange(200), torch.arange(100)
+    samples = (torch.cat((prompt, rest + first)) for first in (200, 300))
+    paths = side.paths([PathRows(prompt, 200), *(PathRows(path, 100) for path in samples)])
+    widths = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    parts = Rotated(*(shape.empty(400, width) for width in widths))
+    sinks = torch.zeros(shape.heads) if has_sinks else None
+    rule = AttentionRule(window, shape.head_dim**-0.5, cap, sinks)
+    attended = side.attend(parts, heads, paths, rule)
+    d_out = torch.empty_like(attended.out)
+    side.attend_gradient(parts, heads, paths, rule, attended, d_out, sinks)
+
+
+def _gradient_attention_window(shape: Shape) -> None:
+    _gradient_attention(shape, window=512)
+
+
+def _gradient_attention_rules(shape: Shape) -> None:
+    _gradient_attention(shape, cap=50.0)
+    _gradient_attention(shape, window=128, has_sinks=True)
+
+
 @dataclass(frozen=True)
 class Call:
     """A call that launches kernels.
@@ -631,6 +727,26 @@ CALLS = [
     Call("adapters, ranks", _lora_ranks, shapes=(QWEN_8B,)),
     Call("adapters of a step", _lora_small, small=True, shapes=(QWEN,)),
     Call("trunk of 1 or 8 rows", _few_rows_small, small=True, shapes=(QWEN,)),
+    Call("gradients of products", _gradient_products, small=True, shapes=(LLAMA, QWEN_FLOAT32)),
+    Call("gradients of rows", _gradient_rows, small=True, shapes=(QWEN_8B, LLAMA, GEMMA_3)),
+    Call("gradients of logits", _gradient_head, shapes=(QWEN, GEMMA_2)),
+    Call(
+        "gradients of attention",
+        _gradient_attention,
+        small=True,
+        shapes=(QWEN_8B, QWEN, GEMMA_3, GPT_OSS),
+    ),
+    Call(
+        "gradients of attention, sliding window",
+        _gradient_attention_window,
+        shapes=(QWEN_8B, GEMMA_3),
+    ),
+    Call(
+        "gradients of attention, cap and sinks",
+        _gradient_attention_rules,
+        shapes=(GEMMA_2, GPT_OSS),
+    ),
+    Call("gradients of attention, float32", _gradient_attention, shapes=(QWEN_FLOAT32,)),
 ]
 
 

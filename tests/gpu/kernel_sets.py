@@ -47,6 +47,7 @@ from nano_inference.sampling.tensors import (
     to_device,
 )
 from tests.gpu.compiled import compiling
+from tests.gpu.training_kernels import LENGTHS, train
 
 NOWHERE = torch.device("meta")
 BLOCKS = 64  # blocks of a cache
@@ -305,7 +306,7 @@ def steps_of(config: EngineConfig) -> Iterator[list[int]]:
 
 def main() -> None:
     """For each set, print how many kernels its start compiles and which ones serving
-    would compile.
+    would compile. For training, the first micro-batch is the start.
     """
     report: dict[str, Any] = {}
     for kernels in served_sets():
@@ -315,6 +316,12 @@ def main() -> None:
             started = len(names)
             serve(engine)
             report[kernels.name] = {"at start": started, "later": names[started:]}
+    engine = engine_of(KernelSet("training", QWEN_CONFIG, "bfloat16", batch_invariant=False))
+    with recording() as names, torch.no_grad():
+        train(engine.model, engine.cache.format, LENGTHS[:1])
+        started = len(names)
+        train(engine.model, engine.cache.format)
+        report["training"] = {"at start": started, "later": names[started:]}
     print(json.dumps(report))
 
 

@@ -40,7 +40,7 @@ def names_of_sets() -> list[str]:
     real = [f"{size}/bfloat16/{mode}" for size in ("small", "large") for mode in exact]
     tiny = [f"tiny/{dtype}/{mode}" for dtype in ("bfloat16", "float32") for mode in exact]
     codes = [f"small/bfloat16/fast/{each}" for each in CODES]  # of the stage "variants"
-    return [*real, *codes, *tiny, "small/bfloat16/overlap"]
+    return [*real, *codes, *tiny, "small/bfloat16/overlap", "small/bfloat16/training"]
 
 
 def configs_of(models: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -65,13 +65,18 @@ def configs_of(models: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 def compile_part(name: str, part: int, parts: int, arch: int) -> int:
     """Compile each `parts`-th kernel of a set; return the number of compiled kernels."""
     from tests.gpu.kernel_sets import KernelSet, engine_of, recording
+    from tests.gpu.training_kernels import train
 
     models, dtype, mode, *codes = name.split("/")
     with recording(arch, lambda place: place % parts == part) as names:
         for config, options in configs_of(models):
             how = options | {"cuda_overlap": mode == "overlap"}
             how |= CODES[codes[0]] if codes else {}
-            engine_of(KernelSet(name, config, dtype, mode == "invariant", how)).start()
+            engine = engine_of(KernelSet(name, config, dtype, mode == "invariant", how))
+            if mode == "training":
+                train(engine.model, engine.cache.format)
+            else:
+                engine.start()
     return len(range(part, len(names), parts))
 
 

@@ -56,6 +56,7 @@ TOGETHER = (
     Shard("test_gpu_parity.py", "bfloat16 and False"),
     Shard("test_gpu_parity.py", "bfloat16 and True"),
     Shard("test_gpu_parity.py", "greedy"),
+    Shard("test_gpu_gradients.py"),
     Shard("test_gpu_kernels.py", "qwen3"),
     Shard("test_gpu_kernels.py", "8b"),
     Shard("test_gpu_kernels.py", "gemma3"),

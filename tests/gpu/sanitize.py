@@ -22,8 +22,11 @@ from typing import Any, NamedTuple
 # torch reads it with the first tensor
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
+import torch
+
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.device.selftest import check
+from nano_inference.rl import PolicyModel
 from tests.gpu.target import adapter_tensors
 from tests.interpreter import interpret
 from tests.invariance.scenario import poison
@@ -105,7 +108,16 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
                 poison(engine)
                 engine.step()
                 steps += 1
+            train(engine)
             return steps
+
+
+def train(engine: InferenceEngine) -> None:
+    """Differentiate the logprobs of a prompt with two continuations."""
+    policy = PolicyModel(engine)
+    logprobs = policy.logprobs([[5, 9, 2] * 7, [5, 9, 2] * 4 + [7], [5, 9, 2, 8, 8]])
+    torch.cat(logprobs).sum().neg().backward()
+    policy.close()
 
 
 class Case(NamedTuple):

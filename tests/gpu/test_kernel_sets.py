@@ -30,6 +30,9 @@ def run(module: str, *options: str, **environment: str) -> str:
 
 def test_serving_compiles_no_kernel_after_the_start() -> None:
     report = json.loads(run("kernel_sets"))
+    training = report.pop("training")
+    assert training["at start"] > 15
+    assert training["later"] == []
     assert len(report) == 9
     for name, kernels in report.items():
         assert kernels["at start"] > 50, name

@@ -22,6 +22,8 @@ ROW_BY_ROW = (
     "draw",
     "draw, filtered",
     "score",
+    "gradients of products",
+    "gradients of rows",
 )  # called with several row counts
 
 

@@ -50,7 +50,7 @@ def instruction_set(name: str) -> Iterator[None]:
     """Make engines use one instruction set."""
     kernels(name)
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("ops.cpu.build", "ops.cpu.backend", "ops.cpu.library", "rl.scoring_module"):
+        for module in ("ops.cpu.build", "ops.cpu.backend", "ops.cpu.library"):
             patch.setattr(f"nano_inference.{module}.best_instruction_set", lambda *_: name)
         yield
 

@@ -105,6 +105,7 @@ class ModelRunner:
     Attributes:
         shares: Other ranks' parts of weight updates, or None if there are no other ranks.
         adapters: Adapters of other ranks, or None if there are no other ranks.
+        awake: Weight sets in the memory of a trainer's parameters, which do not sleep.
     """
 
     shares: OtherRanks | None = None
@@ -117,6 +118,7 @@ class ModelRunner:
         gate: Gate | None = None,
     ) -> None:
         self.models = dict(models)
+        self.awake: set[str] = set()
         # weight sets may share KV tensors of equal shape: each block belongs to one set
         self.storages = dict(storages)
         self.device = self.storage.keys.device
@@ -197,11 +199,13 @@ class ModelRunner:
 
         Raises `OSError`, with nothing released.
         """
-        return give_back(memory, self.storages.values(), self.models.values())
+        models = (model for name, model in self.models.items() if name not in self.awake)
+        return give_back(memory, self.storages.values(), models)
 
     def drop(self, weight_set: str) -> None:
         """Remove a weight set. Steps in flight may still hold it."""
         del self.models[weight_set], self.storages[weight_set]
+        self.awake.discard(weight_set)
 
     @without_gradients
     def logits(self, result: StepResult, rows: np.ndarray) -> np.ndarray:

@@ -46,8 +46,8 @@ from nano_inference.rl.scoring import BatchScores, ScoreBatch, score_batch
 from nano_inference.rl.scoring_module import (
     ScoringModule,
     dtype_of_products,
-    one_torch_thread,
     place_param,
+    running,
     sum_of_parts,
 )
 from nano_inference.rl.tensors import numbers, torch_device
@@ -272,9 +272,11 @@ class LoraPolicy(ScoringModule):
             head = target.param == HEAD
             part = AdapterPart(0 if head else target.slot.start, a, b, scale, *names)
             adapters.setdefault(decoder.head if head else target.param, []).append(part)
-        weights = Weights(self._kernels(self._products), self._frozen, adapters)
-        totals = Totals({name: tuple(value.shape) for name, value in values.items()})
-        with one_torch_thread():
+        kernels = self._kernels(self._products)
+        weights = Weights(kernels, self._frozen, adapters)
+        shapes = {name: tuple(value.shape) for name, value in values.items()}
+        totals = Totals(shapes, kernels.device)
+        with running(kernels):
             for batch in micro_batches(scored, self.micro_batch_tokens):
                 decoder.add_gradients(weights, batch, temperature, totals)
         return {name: total for name in values if (total := totals.total(name)) is not None}

@@ -3,7 +3,8 @@
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,12 @@ from nano_inference.rl.scoring import (
 from nano_inference.rl.scoring_module import (
     ScoringModule,
     dtype_of_products,
-    one_torch_thread,
     place_param,
     require_chosen_codes,
+    running,
     sum_of_parts,
 )
-from nano_inference.rl.tensors import held, torch_device, torch_dtype, write_tensors
+from nano_inference.rl.tensors import held, numbers, torch_device, torch_dtype, write_tensors
 from nano_inference.rl.torch_decoder import EndGradients
 from nano_inference.weights.update import WeightUpdate
 
@@ -65,21 +66,24 @@ class PolicyModel(ScoringModule):
 
     Backward: a forward pass at the same cast weights is differentiated, sequence by sequence in a
     fixed order. `gradients` names the implementation: the engine's `"kernels"` for dense models on
-    the CPU backend, otherwise `"torch"`. Every row passes through the experts that the engine's
-    forward pass chose for it. The cast passes gradients unchanged. Quantized weights
+    the CPU and CUDA backends, otherwise `"torch"`. Every row passes through the experts that the
+    engine's forward pass chose for it. The cast passes gradients unchanged. Quantized weights
     (`EngineConfig.quantization`) are used at their dequantized values, with inputs that are not
     quantized. Keys and values are rounded as the engine stores them
     (`EngineConfig.kv_cache_dtype`). Gradients pass both roundings unchanged too.
 
     The bits of gradients do not depend on the number of threads or on the engine's options. Those
-    of `"kernels"` do not depend on the processor either, for one `EngineConfig.cpu_sums`. Those of
-    `"torch"` do if torch selects other kernels. `entropy` and `kl` are always computed in torch.
+    of `"kernels"` do not depend on the processor either, for one `EngineConfig.cpu_sums`; on CUDA,
+    they depend on the GPU's architecture. Those of `"torch"` do if torch selects other kernels, and
+    on CUDA its sums with atomics may differ between runs. On CUDA, `"kernels"` read the weights
+    that scored where they are. `entropy` and `kl` are always computed in torch.
 
     Args:
         engine: Engine, or a configuration to build one from (`model.engine`). If several ranks
             share its model, this process also holds the whole model (`one_rank`).
         dtype: Dtype of the parameters. In float32 they start with the checkpoint's digits, as far
-            as the engine still serves the checkpoint.
+            as the engine still serves the checkpoint. On CUDA, parameters of the engine's dtype are
+            the weight set itself, which then does not sleep with the engine's weights.
         micro_batch_tokens: Number of rows whose gradients are computed together. Limits the memory
             of a backward pass and decides the order of additions: another number changes the last
             bits.
@@ -107,11 +111,13 @@ class PolicyModel(ScoringModule):
         super().__init__(engine, micro_batch_tokens, num_workers)
         self._table = param_table(self.scorer.spec)
         self._slots = slots(self._table)
-        for name, tensor in _initial_weights(self.scorer, dtype).items():
-            place_param(self, name, nn.Parameter(tensor))
+        initial = _initial_weights(self.scorer, dtype)
+        self._trainer = _TrainerWeights(self.scorer)
+        for name in [*initial]:
+            # popped, so that two copies of all are never held
+            place_param(self, name, nn.Parameter(self._trainer.placed(name, initial.pop(name))))
         params = self.scorer.model.params  # may hold norms in float32
         self._served = {n: torch_dtype(params[slot.param].dtype) for n, slot in self._slots.items()}
-        self._trainer = _TrainerWeights(self.scorer)
         self._products = dtype_of_products(self.scorer, gradient_dtype, self.gradients)
         self._decoder = self._torch_decoder(dtype_of_products(self.scorer, gradient_dtype, "torch"))
 
@@ -273,10 +279,18 @@ class PolicyModel(ScoringModule):
         self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
     ) -> dict[str, Tensor]:
         table, wanted = {param.name: param for param in self._table}, self._wanted(values)
-        params = LazyParams(table, lambda name: self._cast_one(table[name], values, self._products))
-        weights, decoder = Weights(self._kernels(self._products), params), self._kernel_decoder()
-        totals = Totals({name: table[name].shape for name in wanted})
-        with one_torch_thread():
+        kernels, decoder = self._kernels(self._products), self._kernel_decoder()
+        totals = Totals({name: table[name].shape for name in wanted}, kernels.device)
+        lent = nullcontext() if kernels.copies_weights else self._trainer.lent(values)
+        with lent as lent_params, running(kernels):
+
+            def converted(name: str) -> Tensor:
+                if lent_params is None:
+                    return self._cast_one(table[name], values, self._products)
+                whole = numbers(lent_params[name])
+                return whole.float() if table[name].keep_float32 else whole.to(self._products)
+
+            weights = Weights(kernels, LazyParams(table, converted))
             for batch in micro_batches(scored, self.micro_batch_tokens):
                 decoder.add_gradients(weights, batch, temperature, totals)
         return {
@@ -372,6 +386,29 @@ class _TrainerWeights:
         self.closed = False
         engine.shared.between_steps(POLICY, self._register)
 
+    def placed(self, name: str, value: Tensor) -> Tensor:
+        """Return a parameter's memory with its value: the set's on a GPU, for equal dtypes."""
+        memory = self._memory(name)
+        if memory is None or (memory.dtype, memory.shape) != (value.dtype, value.shape):
+            return value
+        self.engine.runner.awake.add(self.name)
+        return memory.copy_(value)
+
+    def _memory(self, name: str) -> Tensor | None:
+        """Return the set's memory of a parameter, if a trainer can use it: not if it is packed."""
+        slot = self._slots[name]
+        param = self._decoder.params[slot.param]
+        if self._decoder.ops.name != "cuda" or not isinstance(param, Tensor):
+            return None
+        # `data` has its own version counter: it does not count writes to other parts
+        return param.narrow(0, slot.start, slot.local_shape[0]).data
+
+    def _is_placed(self, name: str, value: Tensor) -> bool:
+        memory = self._memory(name)
+        return memory is not None and (memory.data_ptr(), memory.dtype, memory.stride()) == (
+            *(value.data_ptr(), value.dtype, value.stride()),
+        )
+
     def follow(self, params: Mapping[str, Tensor]) -> list[State]:
         """Write the parameters into the set if any has changed, and return their states."""
         if self.closed:
@@ -382,6 +419,25 @@ class _TrainerWeights:
             self.engine.shared.between_steps(self.name, lambda: self._write(params))
             self._packed = now
         return now
+
+    @contextmanager
+    def lent(self, params: Mapping[str, Tensor]) -> Iterator[Mapping[str, Any] | None]:
+        """Lend the set, with the values of `params`, to a backward pass. None: it is closed or
+        asleep.
+
+        Raises `RuntimeError` at the end if the engine's weights were put to sleep meanwhile.
+        """
+        life = self.engine.shared.life
+        with self.lock:
+            if self.closed or not life.has_weights:
+                yield None
+                return
+            self.follow(params)
+            yield self._decoder.params
+            if not life.has_weights and self.name not in self.engine.runner.awake:
+                raise RuntimeError(
+                    "the engine's weights were put to sleep during backward; do it before or after."
+                )
 
     def _register(self) -> None:
         runner, versions = self.engine.runner, self.engine.loop.sequences.versions
@@ -407,7 +463,8 @@ class _TrainerWeights:
         self._decoder.close()
 
     def _write(self, params: Mapping[str, Tensor]) -> int:
-        write_tensors(self._decoder.params, self._slots, params)
+        others = {name: value for name, value in params.items() if not self._is_placed(name, value)}
+        write_tensors(self._decoder.params, self._slots, others)
         return self.engine.loop.sequences.versions[self.name] + 1
 
 

@@ -16,15 +16,15 @@ from torch.autograd.function import once_differentiable
 from nano_inference.arrays import has_dtype
 from nano_inference.checkpoints.loading import cpu_multiplies_bf16
 from nano_inference.config import EngineConfig, require_count, with_plain_weights
+from nano_inference.device.queues import queue_of
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError
 from nano_inference.models.rope import Rotation
-from nano_inference.ops.cpu.build import best_instruction_set
-from nano_inference.ops.cpu.gradients import GradientKernels
-from nano_inference.ops.cpu.library import load
+from nano_inference.ops.gradients import GradientOps
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.rl.backward.coverage import Gradients, gradients_of
 from nano_inference.rl.backward.decoder import KernelDecoder
+from nano_inference.rl.backward.kernels import KERNELS
 from nano_inference.rl.micro_batch import ScoredSequence
 from nano_inference.rl.parameter_states import State, states
 from nano_inference.rl.ranks import scorer_of
@@ -37,7 +37,7 @@ from nano_inference.rl.scoring import (
     TokenIds,
     check_batch,
 )
-from nano_inference.rl.tensors import rotation, torch_dtype
+from nano_inference.rl.tensors import rotation, torch_device, torch_dtype
 from nano_inference.rl.torch_decoder import TorchDecoder
 
 P = TypeVar("P")
@@ -102,11 +102,10 @@ class ScoringModule(nn.Module):
         model = self.scorer.model
         return KernelDecoder(model.spec, self._ropes(), model.embed_scale, self._kept())
 
-    def _kernels(self, dtype: torch.dtype) -> GradientKernels:
-        """Return the kernels of the engine's law of sums, for products of this dtype."""
-        threads = self.num_workers or torch.get_num_threads()
-        build = best_instruction_set(self.scorer.model.ops.sums)
-        return GradientKernels(load(build), dtype, threads)
+    def _kernels(self, dtype: torch.dtype) -> GradientOps:
+        """Return the kernels of the engine's backend, for products of this dtype."""
+        model, threads = self.scorer.model, self.num_workers or torch.get_num_threads()
+        return KERNELS[model.ops.name](model, dtype, threads)
 
     def _ropes(self) -> list[Rotation]:
         return [rotation(rope) for rope in self.scorer.model.ropes]
@@ -199,7 +198,8 @@ class _Logprobs(torch.autograd.Function):
             None,
             None,
             *(
-                gradients[name].to(values[name].dtype) if values[name].requires_grad else None
+                # popped, so that gradients in both dtypes are never held whole
+                gradients.pop(name).to(values[name].dtype) if values[name].requires_grad else None
                 for name in names
             ),
         )
@@ -265,8 +265,8 @@ def sum_of_parts(
 
 
 @contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Run torch's operations on the calling thread only.
+def running(kernels: GradientOps) -> Iterator[None]:
+    """Launch kernels on their device, and run torch's operations on the calling thread only.
 
     Between kernels, threads of torch that wait for their next operation would spin on the cores
     that the kernels need: a backward pass would take twice as long.
@@ -274,7 +274,8 @@ def one_torch_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with queue_of(torch_device(kernels.device)).current():
+            yield
     finally:
         torch.set_num_threads(before)
 

@@ -1,19 +1,38 @@
 """The backward pass's operations: kernels/gradients.h on tensors.
 
-Rows are contiguous. `dtype` is that of products' inputs, bfloat16 or float32. Sums and gradients
-are float32. No bit depends on the number of threads or on the instruction set.
+They implement `GradientOps`, with products of bfloat16 or float32. No bit depends on the number of
+threads or on the instruction set.
 """
 
 import ctypes
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from nano_inference.arrays import Dtype, Tensor, dtype_name, has_dtype, namespace
+from nano_inference.arrays import (
+    Device,
+    Dtype,
+    Tensor,
+    dtype_for,
+    dtype_name,
+    has_dtype,
+    namespace,
+    torch_cpu,
+)
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.operations import GATES, NormWeight
 from nano_inference.ops.cpu.weights import DTYPES, LANES
+from nano_inference.ops.gradients import (
+    Attended,
+    AttentionRule,
+    HeadShape,
+    LogitRule,
+    Packed,
+    PathRows,
+    Rotary,
+    Rotated,
+    RouteShape,
+)
 from nano_inference.ops.interface import Norm
-from nano_inference.ops.settings import Routing
 
 GradientProduct, RotatedHeads = struct("GradientProduct"), struct("RotatedHeads")
 NormGradient, AttentionGradient = struct("NormGradient"), struct("AttentionGradient")
@@ -22,79 +41,6 @@ RouteGradient = struct("RouteGradient")
 SPARE = 16  # numbers between rows of a turned matrix, as in kernels/gradient_attention.cpp
 MAX_HEAD_DIM = 576  # as in kernels/kv_store.h
 _BLOCK = 4096  # numbers of a sum of squares, as in kernels/adamw.cpp
-
-
-class Packed(NamedTuple):
-    """A matrix [rows, columns] in the panels that products read."""
-
-    data: Tensor
-    rows: int
-    columns: int
-
-
-class HeadShape(NamedTuple):
-    """Query heads, KV heads and numbers per head of a layer."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def columns(self) -> int:
-        """Columns of the product that makes queries, keys and values."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
-
-class Rotated(NamedTuple):
-    """Queries [N, heads * D], and keys and values [N, kv heads * D]."""
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-
-
-class Rotary(NamedTuple):
-    """Rotation of heads: tables float32 [positions, turning / 2], and the positions int64 [N]."""
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
-    query_scales: Tensor | None
-    positions: Tensor
-
-
-class Span(NamedTuple):
-    """Attention of a segment: the batch rows of its whole path, int64 [L], of which the last
-    `num_rows` attend, and the layer's rules.
-    """
-
-    path: Tensor
-    num_rows: int
-    window: int
-    scale: float
-    cap: float
-    sinks: Tensor | None  # float32 [heads]
-
-
-class LogitRule(NamedTuple):
-    """Conversion of the head's products into levels of a softmax."""
-
-    divisor: float
-    cap: float
-    temperature: float
-
-
-class RouteShape(NamedTuple):
-    """Routing of a layer of experts, and whether a shared expert has the weight 1 or a gate."""
-
-    num_experts: int
-    routing: Routing
-    shared: Literal["none", "plain", "gated"]
-
-    @property
-    def num_weights(self) -> int:
-        """Number of weights of a row: its experts and the shared one."""
-        return self.routing.per_token + (self.shared != "none")
 
 
 class AdamRule(NamedTuple):
@@ -113,13 +59,28 @@ class AdamRule(NamedTuple):
 
 
 class GradientKernels:
-    """The backward pass's operations on `num_threads` threads."""
+    """`GradientOps` on `num_threads` threads."""
+
+    copies_weights = True  # into panels
+    # Sums over 49,152 words would lose digits: in float32, the gradient of a norm near the head
+    # would be off by 7e-4 of its length.
+    most_added = 4096
+    most_logits = 2**24
 
     def __init__(self, kernels: ctypes.CDLL, dtype: Dtype, num_threads: int) -> None:
         if dtype_name(dtype) not in DTYPES:
             raise ValueError(f"products read {' or '.join(DTYPES)}; got {dtype}.")
         self.kernels, self.dtype, self.num_threads = kernels, dtype, num_threads
         self.is_bf16 = dtype_name(dtype) == "bfloat16"
+
+    @property
+    def device(self) -> Device:
+        """Device of all tensors."""
+        return torch_cpu()
+
+    def exact(self) -> "GradientKernels":
+        """Return the kernels for products of float32."""
+        return GradientKernels(self.kernels, dtype_for(self.dtype, "float32"), self.num_threads)
 
     def packed(self, matrix: Tensor) -> Packed:
         """Pack a matrix [R, C] of this dtype as a weight [R, C]."""
@@ -254,36 +215,40 @@ class GradientKernels:
         self.kernels.nano_rotate_gradient(ctypes.addressof(entry))
         return out
 
-    def attend(self, parts: Rotated, shape: HeadShape, span: Span, out: Tensor) -> None:
-        """Write the attention of a segment's rows to its rows of `out`, like the queries."""
-        entry = self._attention(parts, shape, span)
-        entry.out = out.data_ptr()
-        self.kernels.nano_attention_gradient(ctypes.addressof(entry))
+    def paths(self, segments: Sequence[PathRows]) -> Sequence[PathRows]:
+        """Implement `GradientOps.paths`: nothing is prepared."""
+        return segments
+
+    def attend(
+        self, parts: Rotated, shape: HeadShape, paths: Sequence[PathRows], rule: AttentionRule
+    ) -> Attended:
+        """Implement `GradientOps.attend`, segment by segment."""
+        out = namespace(parts.queries).empty(parts.queries.shape, dtype=self.dtype)
+        for segment in paths:
+            entry = self._attention(parts, shape, segment, rule)
+            entry.out = out.data_ptr()
+            self.kernels.nano_attention_gradient(ctypes.addressof(entry))
+        return Attended(out, None)
 
     def attend_gradient(
         self,
         parts: Rotated,
         shape: HeadShape,
-        span: Span,
+        paths: Sequence[PathRows],
+        rule: AttentionRule,
+        attended: Attended,
         d_out: Tensor,
-        gradients: Rotated,
         d_sinks: Tensor | None,
-    ) -> None:
-        """Differentiate `attend`.
-
-        Args:
-            parts: Queries, keys and values of the batch, of this dtype.
-            shape: Sizes.
-            span: Segment.
-            d_out: Gradient of the output, of this dtype.
-            gradients: Float32 like `parts`: those of the segment's queries are written, those of
-                keys and values are added to.
-            d_sinks: Float32 [heads], which is added to. None: unwanted.
-        """
-        entry = self._attention(parts, shape, span)
-        entry.d_out, entry.d_sinks = d_out.data_ptr(), _pointer(d_sinks)
-        entry.d_q, entry.d_k, entry.d_v = (each.data_ptr() for each in gradients)
-        self.kernels.nano_attention_gradient(ctypes.addressof(entry))
+    ) -> Rotated:
+        """Implement `GradientOps.attend_gradient`, segment by segment in their order."""
+        xp = namespace(parts.queries)
+        gradients = Rotated(*(xp.zeros(part.shape, dtype=xp.float32) for part in parts))
+        for segment in paths:
+            entry = self._attention(parts, shape, segment, rule)
+            entry.d_out, entry.d_sinks = d_out.data_ptr(), _pointer(d_sinks)
+            entry.d_q, entry.d_k, entry.d_v = (each.data_ptr() for each in gradients)
+            self.kernels.nano_attention_gradient(ctypes.addressof(entry))
+        return gradients
 
     def gate(self, x: Tensor, activation: str) -> Tensor:
         """Compute `Ops.gate` of float32 [N, 2 * I]: [N, I] of this dtype."""
@@ -522,25 +487,27 @@ class GradientKernels:
             num_threads=self.num_threads,
         )
 
-    def _attention(self, parts: Rotated, shape: HeadShape, span: Span) -> Any:
+    def _attention(
+        self, parts: Rotated, shape: HeadShape, segment: PathRows, rule: AttentionRule
+    ) -> Any:
         if parts.queries.dtype != self.dtype:
             raise ValueError(f"queries must be {self.dtype}; got {parts.queries.dtype}.")
         return AttentionGradient(
             q=parts.queries.data_ptr(),
             k=parts.keys.data_ptr(),
             v=parts.values.data_ptr(),
-            path=span.path.data_ptr(),
-            sinks=_pointer(span.sinks),
-            num_rows=span.num_rows,
-            length=len(span.path),
+            path=segment.path.data_ptr(),
+            sinks=_pointer(rule.sinks),
+            num_rows=segment.num_rows,
+            length=len(segment.path),
             heads=shape.heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
-            window=span.window,
+            window=rule.window,
             is_bf16=self.is_bf16,
             num_threads=self.num_threads,
-            scale=span.scale,
-            cap=span.cap,
+            scale=rule.scale,
+            cap=rule.cap,
         )
 
 

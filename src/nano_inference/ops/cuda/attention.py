@@ -361,7 +361,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def _walk_tile(
+def walk_tile(
     q, keys, other_q, other_keys, values, key_scales, value_scales, visible, highest, total, acc,
     scale, cap, slope,
 ):  # fmt: skip
@@ -590,7 +590,7 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
         visible = key[None, :] <= seen
         if WINDOW > 0:
             visible &= key[None, :] > seen - WINDOW
-        highest, total, acc = _walk_tile(
+        highest, total, acc = walk_tile(
             q,
             keys,
             other_q,

@@ -27,7 +27,7 @@ from nano_inference.ops.settings import CLAMP, SLOPE
 
 _GATE_BLOCK = 1024  # columns per program: 8 for each of 128 threads
 _ITEM_BLOCK = 256  # items per program, for kernels in which an item is a number
-_GELU = tl.constexpr(2 * math.sqrt(2 / math.pi))
+GELU = tl.constexpr(2 * math.sqrt(2 / math.pi))
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # codes for `gated`
 _SLOPE, _CLAMP = tl.constexpr(SLOPE), tl.constexpr(CLAMP)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -94,7 +94,7 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _gate_kernel[(rows, triton.cdiv(inner, _GATE_BLOCK))](
+        gate_kernel[(rows, triton.cdiv(inner, _GATE_BLOCK))](
             aligned(gate_up),
             out,
             inner,
@@ -208,13 +208,13 @@ def gated(first, second, ACTIVATION: tl.constexpr):
     if ACTIVATION == 2:
         y = _SLOPE * first
     if ACTIVATION == 1:
-        y = _GELU * (first + 0.044715 * first * first * first)
+        y = GELU * (first + 0.044715 * first * first * first)
     small = tl.exp(-tl.abs(y))  # the argument is at most 0: no overflow
     return first * (tl.where(y >= 0, 1.0, small) / (1 + small)) * second
 
 
 @triton.jit
-def _gate_kernel(gate_up, out, INNER: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def gate_kernel(gate_up, out, INNER: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER
@@ -283,9 +283,9 @@ def rope_and_store(
     if not rows:
         return out
     qkv = aligned(qkv)
-    q_norm = _norm_arguments(qkv, rope.norms.queries, 0, num_heads, head_dim)
-    k_norm = _norm_arguments(qkv, rope.norms.keys, num_heads, num_kv_heads, head_dim)
-    v_norm = _norm_arguments(qkv, rope.norms.values, of_keys, num_kv_heads, head_dim)
+    q_norm = norm_arguments(qkv, rope.norms.queries, 0, num_heads, head_dim)
+    k_norm = norm_arguments(qkv, rope.norms.keys, num_heads, num_kv_heads, head_dim)
+    v_norm = norm_arguments(qkv, rope.norms.values, of_keys, num_kv_heads, head_dim)
     keys, values = view.lie(layer)  # [kv heads, units, block_size, row width]
     key_scales, value_scales = scales_within(keys, view), scales_within(values, view)
     half = triton.next_power_of_2(head_dim // 2)
@@ -318,7 +318,7 @@ def scales_within(cache: Tensor, view: KvcacheView) -> Tensor | None:
     return cache.view(torch.float32) if view.format.coded else None
 
 
-def _norm_arguments(
+def norm_arguments(
     qkv: Tensor, norm: Norm | None, first: int, heads: int, head_dim: int
 ) -> tuple[Any, ...]:
     """Return (weight, factor of each row, eps, offset, kind, dtype) of one norm for the kernel."""
@@ -362,7 +362,7 @@ def _factor_kernel(
 
 
 @triton.jit
-def _normed(
+def normed_heads(
     first, second, row, heads, columns, others, inside, weight, factors, eps, offset,
     KIND: tl.constexpr, DTYPE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -389,7 +389,20 @@ def _normed(
 
 
 @triton.jit
-def _rope_kernel(  # noqa: C901 - most conditions are known at compile time
+def places_of_pairs(pairs, D: tl.constexpr, TURNING: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return the places in a head of the first and second numbers of pairs. The first TURNING pairs
+    rotate; the remaining numbers are processed in twos as well.
+    """
+    if INTERLEAVED:
+        columns, others = 2 * pairs, 2 * pairs + 1
+    else:
+        columns, others = pairs, pairs + TURNING
+    turning = pairs < TURNING
+    return tl.where(turning, columns, pairs + TURNING), tl.where(turning, others, pairs + D // 2)
+
+
+@triton.jit
+def _rope_kernel(
     qkv, cos, sin, positions, slots, units, keys, values, key_scales, value_scales, out,
     query_scales, q_weight, q_factors, q_eps, q_offset, Q_KIND: tl.constexpr, Q_DTYPE: tl.constexpr,
     k_weight, k_factors, k_eps, k_offset, K_KIND: tl.constexpr, K_DTYPE: tl.constexpr,
@@ -400,8 +413,7 @@ def _rope_kernel(  # noqa: C901 - most conditions are known at compile time
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Rotate and store some heads of a row. Programs: (rows, groups of queries, then of keys, then
-    of values). The first TURNING pairs rotate; the remaining numbers are processed in twos as well.
-    If JOINT, the values are made of the keys' numbers.
+    of values). If JOINT, the values are made of the keys' numbers.
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -424,24 +436,19 @@ def _rope_kernel(  # noqa: C901 - most conditions are known at compile time
     pairs = tl.arange(0, HALF)
     turning = pairs < TURNING
     inside = (heads < tl.where(is_query, Q, KV))[:, None] & (pairs < D // 2)[None, :]
-    if INTERLEAVED:
-        columns, others = 2 * pairs, 2 * pairs + 1
-    else:
-        columns, others = pairs, pairs + TURNING
-    columns = tl.where(turning, columns, pairs + TURNING)
-    others = tl.where(turning, others, pairs + D // 2)
+    columns, others = places_of_pairs(pairs, D, TURNING, INTERLEAVED)
     source = qkv + row * ((OF_VALUES + KV) * D) + begin + heads[:, None] * D
     first = tl.load(source + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + others[None, :], mask=inside, other=0.0).to(tl.float32)
 
     if not is_value:
         if is_query:
-            first, second = _normed(
+            first, second = normed_heads(
                 first, second, row, heads, columns, others, inside,
                 q_weight, q_factors, q_eps, q_offset, Q_KIND, Q_DTYPE, D,
             )  # fmt: skip
         else:
-            first, second = _normed(
+            first, second = normed_heads(
                 first, second, row, heads, columns, others, inside,
                 k_weight, k_factors, k_eps, k_offset, K_KIND, K_DTYPE, D,
             )  # fmt: skip
@@ -457,7 +464,7 @@ def _rope_kernel(  # noqa: C901 - most conditions are known at compile time
                 scale = tl.load(query_scales + position)
                 first, second = first * scale, second * scale
     elif V_KIND != _NO_NORM:
-        first, second = _normed(
+        first, second = normed_heads(
             first, second, row, heads, columns, others, inside,
             v_weight, v_factors, v_eps, v_offset, V_KIND, V_DTYPE, D,
         )  # fmt: skip

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Literal
 
 from nano_inference.models.spec.model import ModelSpec
+from nano_inference.rl.backward.kernels import KERNELS
 
-# `kernels`: equal bits on every instruction set. `torch`: equal bits on one.
+# `kernels`: equal bits on every instruction set, or in every run on one card. `torch`: equal bits
+# on one instruction set.
 Gradients = Literal["kernels", "torch"]
 
 # What a model has -> the kernels have no gradient for it.
@@ -23,11 +25,18 @@ _UNCOVERED: dict[str, Callable[[ModelSpec], bool]] = {
 }
 
 
-def uncovered(spec: ModelSpec) -> list[str]:
-    """Return the parts of a model for which the kernels have no gradient."""
-    return [part for part, has_part in _UNCOVERED.items() if has_part(spec)]
+# The same for the kernels of one backend only.
+_UNCOVERED_ON: dict[str, dict[str, Callable[[ModelSpec], bool]]] = {
+    "cuda": {"experts": lambda spec: spec.moe is not None},
+}
+
+
+def uncovered(spec: ModelSpec, backend: str = "cpu") -> list[str]:
+    """Return the parts of a model for which a backend's kernels have no gradient."""
+    parts = _UNCOVERED | _UNCOVERED_ON.get(backend, {})
+    return [part for part, has_part in parts.items() if has_part(spec)]
 
 
 def gradients_of(spec: ModelSpec, backend: str) -> Gradients:
     """Return the implementation of a model's backward pass on a backend."""
-    return "kernels" if backend == "cpu" and not uncovered(spec) else "torch"
+    return "kernels" if backend in KERNELS and not uncovered(spec, backend) else "torch"

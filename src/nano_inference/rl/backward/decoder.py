@@ -1,12 +1,14 @@
 """The gradient of a micro-batch by the kernels: a forward pass, then each block's gradient."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.models.rope import Rotation
 from nano_inference.models.spec.model import ModelSpec
+from nano_inference.ops.gradients import PathRows
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.rl.backward.head import head_gradient
 from nano_inference.rl.backward.layer import (
@@ -14,6 +16,7 @@ from nano_inference.rl.backward.layer import (
     Layer,
     MixtureState,
     MlpState,
+    Rows,
     norm_of,
     normalized,
 )
@@ -46,14 +49,22 @@ class KernelDecoder:
     def add_gradients(
         self, weights: Weights, batch: MicroBatch, temperature: float, totals: Totals
     ) -> None:
-        """Add the gradients of a micro-batch's logprobs to those of the wanted parameters."""
+        """Add the gradients of a micro-batch's logprobs to those of the wanted parameters.
+
+        The batch is on the host.
+        """
+        kernels = weights.kernels
+        segments = [PathRows(each.path, each.end - each.start) for each in batch.segments]
+        paths = kernels.paths(segments)
+        batch = replace(batch, segments=()).to(kernels.device)
+        rows = Rows(batch.positions, paths)
         residual = functional.embedding(batch.token_ids, weights.plain("embed")).float()
         residual = residual * self.embed_scale
         lowest, routes = self._lowest(weights, totals), batch.experts_by_layer(self.spec.moe)
         states: list[Tensor | LayerState] = []
         for layer in self.layers:
             before = residual
-            residual, state = self._forward(layer, weights, before, batch, routes)
+            residual, state = self._forward(layer, weights, before, rows, routes)
             if layer.index >= lowest:
                 states.append(state if len(before) <= KEPT_ROWS else before)
         norm = norm_of(weights, self.spec, "norm", "norm")
@@ -61,25 +72,25 @@ class KernelDecoder:
         d_hidden = head_gradient(weights, self.spec, self.head, hidden, batch, temperature, totals)
         assert norm is not None
         d_residual = d_hidden
-        weights.kernels.norm_gradient(residual, norm, d_hidden, d_residual, totals.total("norm"))
+        kernels.norm_gradient(residual, norm, d_hidden, d_residual, totals.total("norm"))
         for layer in reversed(self.layers[lowest:]):
             state = states.pop()
             if isinstance(state, Tensor):
-                _, state = self._forward(layer, weights, state, batch, routes)
+                _, state = self._forward(layer, weights, state, rows, routes)
             layer.mlp_gradient(weights, state[1], d_residual, totals)
-            layer.attention_gradient(weights, state[0], d_residual, batch, totals)
+            layer.attention_gradient(weights, state[0], d_residual, rows, totals)
         if (total := totals.total("embed")) is not None:
-            weights.kernels.add_rows(d_residual, batch.token_ids, total, self.embed_scale)
+            kernels.add_rows(d_residual, batch.token_ids, total, self.embed_scale)
 
     def _forward(
         self,
         layer: Layer,
         weights: Weights,
         residual: Tensor,
-        batch: MicroBatch,
+        rows: Rows,
         routes: Mapping[int, Tensor],
     ) -> tuple[Tensor, LayerState]:
-        residual, attention = layer.attention(weights, residual, batch)
+        residual, attention = layer.attention(weights, residual, rows)
         residual, mlp = layer.mlp(weights, residual, routes.get(layer.index))
         return residual, (attention, mlp)
 

@@ -6,14 +6,14 @@ experts by rising id, then the shared expert's. An expert's gradients add up its
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from nano_inference.models.blocks.experts import EXPERT_BIASES
 from nano_inference.models.spec.experts import MoeSpec
-from nano_inference.ops.cpu.gradients import RouteShape
+from nano_inference.ops.gradients import ExpertOps, RouteShape
 from nano_inference.rl.backward.products import product, product_gradient
 from nano_inference.rl.backward.weights import Totals, Weights
 
@@ -72,7 +72,7 @@ class ExpertLayer:
 
     def forward(self, weights: Weights, normed: Tensor, ids: Tensor) -> tuple[Tensor, ExpertsState]:
         """Pass rows through their experts, `ids` int64 [N, K], rising: float32 [N, H]."""
-        kernels, ids = weights.kernels, ids.contiguous()
+        kernels, ids = _expert_ops(weights), ids.contiguous()
         logits = self._logits(weights, normed)
         factors = kernels.route_weights(logits, ids, self.shape)
         out, experts = torch.zeros(normed.shape), list[ExpertRows]()
@@ -118,7 +118,7 @@ class ExpertLayer:
         d_factors: Tensor,
         totals: Totals,
     ) -> None:
-        kernels = weights.kernels
+        kernels = _expert_ops(weights)
         d_rows = d_out[chosen.rows]
         d_factors[chosen.rows, chosen.places] = kernels.row_products(d_rows, chosen.out)
         d_y = d_rows * factors[chosen.rows, chosen.places, None]
@@ -160,7 +160,7 @@ class ExpertLayer:
         d_factors: Tensor,
         totals: Totals,
     ) -> None:
-        kernels = weights.kernels
+        kernels = _expert_ops(weights)
         d_factors[:, -1] = kernels.row_products(d_out, shared.out)
         d_y = d_out * state.weights[:, -1:]
         d_gated = product_gradient(weights, self.name + "shared_down", shared.gated, d_y, totals)
@@ -188,7 +188,9 @@ class ExpertLayer:
         totals: Totals,
     ) -> None:
         exact, scale, name = weights.exact, self.moe.routing.logit_scale, self.name + "router"
-        d_logits = weights.kernels.route_gradient(state.logits, state.ids, self.shape, d_factors)
+        d_logits = _expert_ops(weights).route_gradient(
+            state.logits, state.ids, self.shape, d_factors
+        )
         if (total := totals.total(self.name + EXPERT_BIASES[0])) is not None:
             exact.add_columns(d_logits, total)
         if (total := totals.total(name)) is not None:
@@ -211,3 +213,8 @@ def _by_expert(ids: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor, Ten
     for expert, pairs in enumerate(order.split(counts)):
         if len(pairs):
             yield expert, pairs // ids.shape[1], pairs % ids.shape[1]
+
+
+def _expert_ops(weights: Weights) -> ExpertOps:
+    """Return operations that experts need, which `coverage.py` has checked."""
+    return cast(ExpertOps, weights.kernels)

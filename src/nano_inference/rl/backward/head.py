@@ -4,12 +4,10 @@ import torch
 from torch import Tensor
 
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops.cpu.gradients import LogitRule
+from nano_inference.ops.gradients import LogitRule
 from nano_inference.rl.backward.products import product, product_gradient
 from nano_inference.rl.backward.weights import Totals, Weights
 from nano_inference.rl.micro_batch import MicroBatch
-
-LOGITS = 2**24  # most logits in memory simultaneously
 
 
 def head_gradient(
@@ -34,9 +32,9 @@ def head_gradient(
     """
     kernels = weights.kernels
     rule = LogitRule(spec.logits_divisor, spec.logits_cap, temperature)
-    d_hidden = torch.zeros(hidden.shape)
+    d_hidden = torch.zeros(hidden.shape, device=hidden.device)
     targets = _by_row(batch)
-    at_once = max(16, LOGITS // spec.vocab_size // 16 * 16)
+    at_once = max(16, kernels.most_logits // spec.vocab_size // 16 * 16)
     for first in range(0, len(batch.scored_rows), at_once):
         rows = slice(first, first + at_once)
         places = batch.scored_rows[rows]
@@ -54,6 +52,6 @@ def _by_row(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Return the targets sorted by row and token: starts [U + 1], token ids, gradients."""
     order = torch.argsort(batch.targets, stable=True)
     order = order[torch.argsort(batch.owners[order], stable=True)]
-    counts = torch.bincount(batch.owners, minlength=len(batch.scored_rows))
-    starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+    rows = torch.arange(len(batch.scored_rows) + 1, device=order.device)
+    starts = torch.searchsorted(batch.owners[order], rows)
     return starts, batch.targets[order], batch.gradients[order]

@@ -4,20 +4,26 @@ Names of gradients begin with `d_`. Residual streams and gradients are float32 [
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nano_inference.models.rope import Rotation
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops.cpu.gradients import HeadShape, Rotary, Rotated, Span
+from nano_inference.ops.gradients import Attended, AttentionRule, HeadShape, Rotary, Rotated
 from nano_inference.ops.interface import Norm
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.rl.backward.experts import ExpertLayer, ExpertsState
 from nano_inference.rl.backward.products import add_product, product, product_gradient
 from nano_inference.rl.backward.weights import Totals, Weights
-from nano_inference.rl.micro_batch import MicroBatch
+
+
+class Rows(NamedTuple):
+    """Positions of a micro-batch's rows, int64 [N], and its segments (`GradientOps.paths`)."""
+
+    positions: Tensor
+    paths: Any
 
 
 class AttentionState(NamedTuple):
@@ -27,7 +33,7 @@ class AttentionState(NamedTuple):
     normed: Tensor
     qkv: Tensor
     parts: Rotated
-    attended: Tensor
+    attended: Attended
     out: Tensor | None  # before the norm after the block, if there is one
 
 
@@ -83,20 +89,18 @@ class Layer:
         return f"layers.{self.index}.{part}"
 
     def attention(
-        self, weights: Weights, residual: Tensor, batch: MicroBatch
+        self, weights: Weights, residual: Tensor, rows: Rows
     ) -> tuple[Tensor, AttentionState]:
         """Return the residual stream after attention, and the state for the gradient."""
         kernels = weights.kernels
         normed = normalized(weights, residual, self._norm(weights, "attn_norm"))
         qkv = product(weights, self.name("qkv"), normed)
-        rotary = self._rotary(batch)
+        rotary = self._rotary(rows)
         parts = kernels.rotate(qkv, self.shape, rotary, self._head_norms(weights))
         if self.kept.coded:
             parts = parts._replace(keys=self._stored(parts.keys), values=self._stored(parts.values))
-        attended = torch.empty_like(parts.queries)
-        for span in self._spans(weights, batch):
-            kernels.attend(parts, self.shape, span, attended)
-        after, out = self._added(weights, residual, attended, "o", "attn_out_norm")
+        attended = kernels.attend(parts, self.shape, rows.paths, self._rule(weights))
+        after, out = self._added(weights, residual, attended.out, "o", "attn_out_norm")
         return after, AttentionState(residual, normed, qkv, parts, attended, out)
 
     def attention_gradient(
@@ -104,23 +108,19 @@ class Layer:
         weights: Weights,
         state: AttentionState,
         d_after: Tensor,
-        batch: MicroBatch,
+        rows: Rows,
         totals: Totals,
     ) -> None:
         """Turn the gradient of the residual stream after attention into the one before it."""
         kernels, shape, parts = weights.kernels, self.shape, state.parts
         d_out = self._added_gradient(weights, state.out, d_after, "attn_out_norm", totals)
-        d_attended = product_gradient(weights, self.name("o"), state.attended, d_out, totals)
+        attended, d_sinks = state.attended, totals.total(self.name("sinks"))
+        d_attended = product_gradient(weights, self.name("o"), attended.out, d_out, totals)
         d_attended = kernels.rounded(d_attended)
-        d_parts = Rotated(
-            torch.empty(parts.queries.shape),
-            torch.zeros(parts.keys.shape),
-            torch.zeros(parts.values.shape),
+        d_parts = kernels.attend_gradient(
+            parts, shape, rows.paths, self._rule(weights), attended, d_attended, d_sinks
         )
-        d_sinks = totals.total(self.name("sinks"))
-        for span in self._spans(weights, batch):
-            kernels.attend_gradient(parts, shape, span, d_attended, d_parts, d_sinks)
-        d_qkv = kernels.rotate_gradient(d_parts, shape, self._rotary(batch))
+        d_qkv = kernels.rotate_gradient(d_parts, shape, self._rotary(rows))
         wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         columns = {"q_norm": (0, wide), "k_norm": (wide, wide + narrow)}
         norms = zip(columns.items(), self._head_norms(weights), strict=True)
@@ -220,14 +220,14 @@ class Layer:
             return None, None
         return self._norm(weights, "q_norm"), self._norm(weights, "k_norm")
 
-    def _rotary(self, batch: MicroBatch) -> Rotary:
-        return Rotary(*self.rope, batch.positions)
+    def _rotary(self, rows: Rows) -> Rotary:
+        return Rotary(*self.rope, rows.positions)
 
-    def _spans(self, weights: Weights, batch: MicroBatch) -> list[Span]:
-        sinks = weights.vector(self.name("sinks"))
-        rule = self.spec.windows[self.index], self.spec.attention_scale, self.spec.attention_cap
+    def _rule(self, weights: Weights) -> AttentionRule:
+        sinks, spec = weights.vector(self.name("sinks")), self.spec
         sinks = None if sinks is None else sinks.float()
-        return [Span(each.path, each.end - each.start, *rule, sinks) for each in batch.segments]
+        window = spec.windows[self.index]
+        return AttentionRule(window, spec.attention_scale, spec.attention_cap, sinks)
 
     def _stored(self, rows: Tensor) -> Tensor:
         """Round keys or values to the codes that the engine stores."""
@@ -244,7 +244,8 @@ def norm_of(weights: Weights, spec: ModelSpec, name: str, part: str) -> Norm | N
     weight = weights.vector(name)
     if weight is None and spec.bare_norms and part in _BARE:
         heads = part in ("q_norm", "k_norm")
-        weight = torch.ones(spec.head_dim if heads else spec.hidden_size)
+        size = spec.head_dim if heads else spec.hidden_size
+        weight = torch.ones(size, device=weights.kernels.device)
     if weight is None:
         return None
     return Norm(weight, spec.rms_norm_eps, spec.norm_offset, weights.kernels.dtype)

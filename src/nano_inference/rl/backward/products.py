@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nano_inference.rl.backward.weights import MOST_ADDED, AdapterPart, Totals, Weights
+from nano_inference.rl.backward.weights import AdapterPart, Totals, Weights
 
 
 def product(weights: Weights, name: str, x: Tensor) -> Tensor:
@@ -38,9 +38,10 @@ def product_gradient(
     if (total := totals.total(f"{name}_bias")) is not None:
         kernels.add_columns(d_out, total)
     parts = weights.backward(name)
-    d_x = torch.zeros(len(d_out), parts[0].rows)
-    for part, columns in zip(parts, kernels.rounded(d_out).split(MOST_ADDED, dim=1), strict=True):
-        kernels.add_product(columns.contiguous(), part, d_x)
+    d_x = torch.zeros(len(d_out), parts[0].rows, device=d_out.device)
+    columns = kernels.rounded(d_out).split(kernels.most_added, dim=1)
+    for part, some in zip(parts, columns, strict=True):
+        kernels.add_product(some.contiguous(), part, d_x)
     for part in weights.adapters.get(name, ()):
         _adapter_gradient(weights, part, x, d_out, d_x, totals)
     return d_x

@@ -1,16 +1,14 @@
 """Weights and gradients of a backward pass by the kernels."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from nano_inference.ops.cpu.gradients import GradientKernels, Packed
+from nano_inference.ops.gradients import GradientOps, Packed
 
-# Most products that are added one after another. Sums over 49,152 words would lose digits: in
-# float32, the gradient of a norm near the head would be off by 7e-4 of its length.
-MOST_ADDED = 4096
+P = TypeVar("P")
 
 
 class LazyParams(Mapping[str, Tensor]):
@@ -50,7 +48,8 @@ class AdapterPart(NamedTuple):
 
 
 class Weights:
-    """Weights of a decoder, packed once for all micro-batches of a backward pass.
+    """Weights of a decoder. Kernels that pack them do so once for all micro-batches of a backward
+    pass. Others read them where they are.
 
     Attributes:
         kernels: Operations.
@@ -61,12 +60,12 @@ class Weights:
 
     def __init__(
         self,
-        kernels: GradientKernels,
+        kernels: GradientOps,
         params: Mapping[str, Tensor],
         adapters: Mapping[str, Sequence[AdapterPart]] | None = None,
     ) -> None:
         self.kernels, self.params, self.adapters = kernels, params, adapters or {}
-        self.exact = GradientKernels(kernels.kernels, torch.float32, kernels.num_threads)
+        self.exact = kernels.exact()
         self._packed: dict[str, Packed] = {}
         self._turned: dict[str, list[Packed]] = {}
         self._parts: dict[tuple[str, bool], list[Packed]] = {}
@@ -74,18 +73,13 @@ class Weights:
 
     def forward(self, name: str) -> Packed:
         """Return a matrix [R, C] as the weight of a forward product."""
-        if name not in self._packed:
-            self._packed[name] = self.kernels.packed(self.params[name].contiguous())
-        return self._packed[name]
+        return self._kept(self._packed, name, self.kernels.packed)
 
     def backward(self, name: str) -> list[Packed]:
         """Return a matrix [R, C] as the weight [C, R] of its product's gradient, in parts of
-        `MOST_ADDED` rows.
+        `most_added` rows.
         """
-        if name not in self._turned:
-            parts = self.params[name].contiguous().split(MOST_ADDED)
-            self._turned[name] = [self.kernels.packed_turned(part) for part in parts]
-        return self._turned[name]
+        return self._kept(self._turned, name, self._turned_parts)
 
     def forward_parts(self, name: str, count: int) -> list[Packed]:
         """Return the `count` matrices [R, C] that a parameter stacks, for forward products."""
@@ -108,16 +102,30 @@ class Weights:
 
     def plain(self, name: str) -> Tensor:
         """Return a parameter as it is."""
-        if name not in self._plain:
-            self._plain[name] = self.params[name].contiguous()
-        return self._plain[name]
+        return self._kept(self._plain, name, lambda param: param)
+
+    def _kept(self, kept: dict[str, P], name: str, make: Callable[[Tensor], P]) -> P:
+        """Make a form of a parameter, once if it is a copy."""
+        if name in kept:
+            return kept[name]
+        made = make(self.params[name].contiguous())
+        if self.kernels.copies_weights:
+            kept[name] = made
+        return made
+
+    def _turned_parts(self, matrix: Tensor) -> list[Packed]:
+        return [self.kernels.packed_turned(part) for part in matrix.split(self.kernels.most_added)]
 
 
 class Totals:
-    """Gradients of the wanted parameters, float32, to which micro-batches add in their order."""
+    """Gradients of the wanted parameters, float32, to which micro-batches add in their order.
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.shapes = shapes
+    Attributes:
+        shapes: Shapes by name.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+        self.shapes, self._device = shapes, device
         self._totals: dict[str, Tensor] = {}
 
     def total(self, name: str) -> Tensor | None:
@@ -125,5 +133,5 @@ class Totals:
         if name not in self.shapes:
             return None
         if name not in self._totals:
-            self._totals[name] = torch.zeros(self.shapes[name])
+            self._totals[name] = torch.zeros(self.shapes[name], device=self._device)
         return self._totals[name]
