@@ -208,7 +208,7 @@ class CudaRunner(ModelRunner):
         with self.queue.current():
             self.queue.synchronise()
             pool = self.pools[memory]
-            return give_back_pool(pool, memory, self.storages.values(), self.models.values())
+            return give_back_pool(pool, memory, self.storages.values(), self.sleepers())
 
     def close(self) -> None:
         """Wait for the device unless it has failed. Then release graphs, weights and KV tensors."""

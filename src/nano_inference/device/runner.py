@@ -199,8 +199,11 @@ class ModelRunner:
 
         Raises `OSError`, with nothing released.
         """
-        models = (model for name, model in self.models.items() if name not in self.awake)
-        return give_back(memory, self.storages.values(), models)
+        return give_back(memory, self.storages.values(), self.sleepers())
+
+    def sleepers(self) -> list[Decoder]:
+        """Return the models whose weights may sleep."""
+        return [model for name, model in self.models.items() if name not in self.awake]
 
     def drop(self, weight_set: str) -> None:
         """Remove a weight set. Steps in flight may still hold it."""
