@@ -270,9 +270,6 @@ ENGINE_ROWS = (
         "use attention='auto'",
         models=(SINKS, CAPS, LATENTS, STATES, KINDS),
     ),
-    _feature("attention kernels", Asked("attention", ("cpu", "triton")))(
-        "it has no kernels for states", "use attention='auto'", models=(STATES,)
-    ),
     _feature("limits of chunks", "max_chunk_tokens")(
         "prompts are not split",
         "omit one of the two",

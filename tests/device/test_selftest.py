@@ -33,7 +33,10 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "invariant"),
-    [("llama", False), ("gemma3", True), ("gemma4", False), ("deepseek-v3", True)],
+    [
+        *(("llama", False), ("gemma3", True), ("gemma4", False), ("deepseek-v3", True)),
+        *(("lfm2", False), ("qwen3_5", True)),
+    ],
 )
 def test_check_passes_right_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, invariant: bool
@@ -57,6 +60,9 @@ BREAK: dict[str, Callable[[Any], Any]] = {
     "rope_and_store": _wrong,
     "attention": _wrong,
     "gate": _wrong,
+    "short_conv": _wrong,
+    "delta_net": _wrong,
+    "sigmoid_gate": _wrong,
     "logits": _wrong,
     "gather_logprobs": _wrong,
     "few_rows": _wrong,
@@ -64,10 +70,13 @@ BREAK: dict[str, Callable[[Any], Any]] = {
     "sample": lambda draw: replace(draw, token_ids=draw.token_ids + 1),
     "sample_logits": lambda draw: replace(draw, logprobs=draw.logprobs - 1),
 }
+FAMILY = {"short_conv": "lfm2", "delta_net": "qwen3_5", "sigmoid_gate": "qwen3_5"}
 
 
 @pytest.mark.parametrize("name", BREAK)
-def test_check_names_the_wrong_operation(spec: ModelSpec, name: str) -> None:
+def test_check_names_the_wrong_operation(spec: ModelSpec, tmp_path: Path, name: str) -> None:
+    if name in FAMILY:
+        spec = load_spec(tiny_model(tmp_path, FAMILY[name]))
     plain = reference_ops()
     good = replace(plain, few_rows=lambda trunk, batch, view: trunk(plain, batch, view))
 
@@ -106,7 +115,7 @@ def test_check_runs_every_kind_of_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("which", [0, 1], ids=["dense", "experts"])
+@pytest.mark.parametrize("which", range(4), ids=["dense", "experts", "convolutions", "delta"])
 def test_check_compares_steps_of_packed_weights(dtype: torch.dtype, which: int) -> None:
     ops, spec = cpu_ops(1), usual_specs()[which]
     check(ops, spec, dtype, CPU)

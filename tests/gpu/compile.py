@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +27,11 @@ from torch import Tensor
 
 from nano_inference.config import KVCacheDType
 from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.device.state_tensors import StateStorage
 from nano_inference.models.spec.layers import LayerSpec
+from nano_inference.models.spec.states import DeltaNet, ShortConv, StateSpec
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
+from nano_inference.ops.cuda.availability import MAX_DELTA_BLOCK
 from nano_inference.ops.formats import FORMATS, FP8
 from nano_inference.ops.interface import (
     AttentionArgs,
@@ -39,6 +42,7 @@ from nano_inference.ops.interface import (
 )
 from nano_inference.ops.lora import Adapter, LoraPart
 from nano_inference.ops.settings import Latent
+from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from tests.gpu.compiled import SHARED_MEMORY, Compiled, compiling, describe, table
 
 BLOCK_SIZE = 16
@@ -58,6 +62,7 @@ class Shape:
     vocab: int
     head_norms: bool  # size of query and key heads
     dtype: torch.dtype = torch.bfloat16
+    state: StateSpec | None = None
 
     @property
     def qkv(self) -> int:
@@ -86,6 +91,21 @@ DEEPSEEK_FLOAT32 = replace(DEEPSEEK, name="DeepSeek-V3 fp32", dtype=torch.float3
 LATENT = Latent(rank=512, rotary=64, plain=128, value=128)
 GEMMA_3 = Shape("Gemma-3-270m", 640, 4, 1, 256, 2048, 262_144, head_norms=True)
 GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201_088, head_norms=False)
+LFM2 = Shape(
+    "LFM2-1.2B", 2048, 32, 8, 64, 8192, 65_536, head_norms=True, state=ShortConv((True,), 2048, 3)
+)
+QWEN_NEXT = Shape(
+    *("Qwen3-Next-80B-A3B", 2048, 16, 2, 256, 512, 151_936),
+    head_norms=True,
+    state=DeltaNet((True,), 16, 32, 128, 128, 4),
+)
+QWEN_35 = Shape(
+    *("Qwen3.5-27B", 5120, 24, 4, 256, 17_408, 248_320),
+    head_norms=True,
+    state=DeltaNet((True,), 16, 48, 128, 128, 4),
+)
+LFM2_FLOAT32 = replace(LFM2, name="LFM2-1.2B fp32", dtype=torch.float32)
+NEXT_FLOAT32 = replace(QWEN_NEXT, name="Qwen3-Next fp32", dtype=torch.float32)
 
 
 def kv_view(
@@ -357,6 +377,59 @@ def _rope_codes(shape: Shape) -> None:
 
 def _rope_units(shape: Shape) -> None:
     _rope(shape, units=True)
+
+
+def _states(shape: Shape, block_size: int = BLOCK_SIZE, *, decodes: bool = False) -> None:
+    """Run a layer with a state, with and without a map of units, eagerly and captured."""
+    from nano_inference.ops.cuda.delta import delta_net
+    from nano_inference.ops.cuda.state import short_conv
+
+    spec, batches = shape.state, [decode_batch(1)] if decodes else [decode_batch(2)]
+    assert spec is not None
+    batches += [] if decodes else [prefill_batch(4)]
+    floats: dict[str, Any] = {"dtype": torch.float32}
+    for batch, mapped, captured in product(batches, (False, True), (False, True)):
+        view: Any = StateStorage(spec, 64, block_size, shape.dtype, torch.device("cpu"))
+        if mapped:
+            view.unit_map = SimpleNamespace(units=lambda: torch.zeros(1, 64, dtype=torch.int64))
+        if captured:
+            batch = replace(batch, table_stride=torch.zeros(1, dtype=torch.int64))
+        rows, conv = len(batch.input_ids), shape.empty(spec.widths[0], 1, spec.taps)
+        if isinstance(spec, ShortConv):
+            bias = shape.empty(spec.channels) if mapped else None
+            weights = ShortConvWeights(conv, bias)
+            short_conv(shape.empty(rows, 3 * spec.channels), weights, batch, view, 0)
+            continue
+        weights = DeltaWeights(
+            conv,
+            shape.empty(spec.value_heads, **floats),
+            shape.empty(spec.value_heads, **floats),
+            shape.empty(spec.value_dim),
+            1e-6,
+            spec.key_heads,
+            spec.value_heads,
+            spec.key_dim,
+            spec.value_dim,
+            spec.in_tiles,
+        )
+        width = spec.channels + spec.value_width + 2 * spec.value_heads
+        delta_net(shape.empty(rows, width), weights, batch, view, 0)
+
+
+def _states_of_long_blocks(shape: Shape) -> None:
+    _states(shape, MAX_DELTA_BLOCK)
+
+
+def _states_small(shape: Shape) -> None:
+    _states(shape, decodes=True)
+
+
+def _sigmoid_gate(shape: Shape) -> None:
+    from nano_inference.ops.cuda.state import sigmoid_gate
+
+    width = shape.heads * shape.head_dim
+    for rows in ROWS:
+        sigmoid_gate(shape.empty(rows, width), shape.empty(rows, width + shape.qkv)[:, :width])
 
 
 def _draw(shape: Shape, samples: Iterable[int] = (1, 7, 256), **options: Any) -> None:
@@ -708,6 +781,11 @@ CALLS = [
     Call("attention, FP8, decode", _attention_fp8_decode, small=True),
     Call("attention, int8", _attention_int8),
     Call("rope_and_store, codes", _rope_codes, small=True),
+    Call("convolution", _states, small=True, shapes=(LFM2, LFM2_FLOAT32)),
+    Call("delta rule", _states, shapes=(QWEN_NEXT, QWEN_35, NEXT_FLOAT32)),
+    Call("delta rule, long blocks", _states_of_long_blocks, shapes=(QWEN_NEXT,)),
+    Call("delta rule of a decode", _states_small, small=True, shapes=(QWEN_NEXT,)),
+    Call("gate of attention", _sigmoid_gate, small=True, shapes=(QWEN_NEXT, NEXT_FLOAT32)),
     Call("draw", _draw, small=True),
     Call("draw, raw", _draw_raw),
     Call("draw, filtered", _draw_filtered, shapes=(QWEN,)),

@@ -25,7 +25,7 @@ from nano_inference import EngineConfig, SamplingParams
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.adapters import with_and_without_adapters
 from nano_inference.device.graphs import DrawResults
-from nano_inference.device.kv_tensors import KVStorage, common_layout
+from nano_inference.device.kv_tensors import KVStorage, common_layout, state_layout
 from nano_inference.device.memory import longest_asked
 from nano_inference.device.memory_profile import _batch, _scratch, run_largest_steps
 from nano_inference.device.step_graphs import StepGraphs, graphs_of, limits_of
@@ -63,6 +63,27 @@ EXPERTS_CONFIG = GPT_OSS_CONFIG | {
     "num_hidden_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"],
     "quantization_config": {"quant_method": "mxfp4"},
+}
+# two layers of Qwen3-Next's and of LFM2's widths: a state, and attention
+DELTA_CONFIG = QWEN_CONFIG | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+CONV_CONFIG = QWEN_CONFIG | {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "hidden_size": 2048,
+    "num_hidden_layers": 2,
+    "layer_types": ["conv", "full_attention"],
+    "conv_L_cache": 3,
+    "norm_eps": 1e-5,
 }
 # layers with heads of 256 numbers and a window, of 512, and one that reads another layer's keys
 KINDS_CONFIG: dict[str, Any] = {
@@ -199,7 +220,9 @@ def engine_of(kernels: KernelSet) -> Engine:
     formats = block_formats(spec, table) if config.codes == FILE else config.codes
     params = allocate(table, dtype, NOWHERE, ops.allocate, formats)
     model = Decoder(spec, params, ops, 4352)
-    layout = common_layout([spec], longest_asked(config, [spec]))
+    layout = state_layout([spec], config.block_size)
+    if layout is None:
+        layout = common_layout([spec], longest_asked(config, [spec]))
     pool = UnitPool(BLOCKS * layout.num_units, BLOCKS, layout)
     units = UnitMap(pool, NOWHERE) if layout.num_sliding else None
     cache = KVStorage(spec, BLOCKS, config.block_size, dtype, NOWHERE, units)
@@ -327,7 +350,7 @@ def main() -> None:
 
 def served_sets() -> Iterator[KernelSet]:
     """Yield sets with and without the law, with codes, overlapping kernels, adapters, windows, heads
-    of two sizes, latents, and experts in MXFP4.
+    of two sizes, latents, states, and experts in MXFP4.
     """
     for exact in (False, True):
         name = f"Qwen3-0.6B, batch_invariant={exact}"
@@ -344,6 +367,8 @@ def served_sets() -> Iterator[KernelSet]:
     yield KernelSet("latents", LATENTS_CONFIG, "bfloat16", batch_invariant=True)
     blocks = eager | {"quantization": "file"}
     yield KernelSet("experts", EXPERTS_CONFIG, "bfloat16", batch_invariant=True, options=blocks)
+    yield KernelSet("delta rule", DELTA_CONFIG, "bfloat16", batch_invariant=True)
+    yield KernelSet("convolutions", CONV_CONFIG, "bfloat16", batch_invariant=False, options=eager)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ CODES: dict[str, dict[str, Any]] = {
 }
 TINY = (
     *("llama", "gemma3", "mistral", "qwen3", "olmo2", "granite", "mixtral"),
-    *("gemma4", "gemma4-moe", "deepseek-v3"),
+    *("gemma4", "gemma4-moe", "deepseek-v3", "lfm2", "qwen3_5"),
 )
 
 

@@ -51,6 +51,7 @@ TOGETHER = (
     Shard("test_gpu_invariance.py", "schedule and llama"),
     Shard("test_gpu_invariance.py", "schedule and gemma3"),
     Shard("test_gpu_invariance.py", "schedule and mistral"),
+    Shard("test_gpu_invariance.py", "states"),
     Shard("test_gpu_engine.py"),
     Shard("test_gpu_parity.py", "float32_agrees"),
     Shard("test_gpu_parity.py", "bfloat16 and False"),
@@ -60,11 +61,13 @@ TOGETHER = (
     Shard("test_gpu_kernels.py", "qwen3"),
     Shard("test_gpu_kernels.py", "8b"),
     Shard("test_gpu_kernels.py", "gemma3"),
+    Shard("test_gpu_states.py"),
 )
 LAW = (
     *(Shard("test_gpu_law.py", f"product and {model}") for model in ("0.6b", "8b", "head")),
     *(Shard("test_gpu_law.py", f"attention and {model}") for model in ("0.6b", "8b", "gemma3")),
     Shard("test_gpu_law.py", "adapter"),
+    Shard("test_gpu_law.py", "state"),
     Shard("test_gpu_law.py", "logprobs"),
 )
 # A full dry run leaves these out: the law has a separate run, and the others need no card.

@@ -44,12 +44,16 @@ GEMMA_4 = {
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     "num_kv_shared_layers": 1,
 }
+CONV = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+DELTA = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 1},
     "gemma3": GEMMA,
     "olmo2": {"num_hidden_layers": 1},
     "gemma4": GEMMA_4,
     "deepseek-v3": {"num_hidden_layers": 2, "num_attention_heads": 4},
+    "lfm2": CONV,
+    "qwen3_5": DELTA,
 }
 REQUESTS = (
     ([5, 9, 2] * 12, SamplingParams(max_tokens=3, ignore_eos=True, seed=1)),

@@ -12,9 +12,20 @@ from torch import Tensor
 from nano_inference import EngineConfig
 from nano_inference.checkpoints.loading import load_spec
 from nano_inference.checkpoints.lora import targets_of
+from nano_inference.models.spec.states import DeltaNet, ShortConv, StateSpec
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.lora import Adapter, LoraPart
 from tests.invariance.scenario import Schedule
+from tests.ops.state_cases import CONV, DELTA, UNEVEN, Texts
+
+# layers with a state at the widths of LFM2-1.2B, Qwen3-Next-80B-A3B and Qwen3.5-27B
+STATES: dict[str, StateSpec] = {
+    "lfm2": ShortConv((True,), 2048, 3),
+    "qwen3-next": DeltaNet((True,), 16, 32, 128, 128, 4),
+    "qwen3.5": DeltaNet((True,), 16, 48, 128, 128, 4),
+}
+TOY_STATES: dict[str, StateSpec] = {"lfm2": CONV, "qwen3-next": DELTA, "qwen3.5": UNEVEN}
+TEXTS = Texts(16, (tuple(range(20)), tuple(range(39, 19, -1)), (40, 41)), (311, 160, 20))
 
 
 @dataclass(frozen=True)

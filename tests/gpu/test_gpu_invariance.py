@@ -28,6 +28,7 @@ from nano_inference import EngineConfig, InferenceEngine, TrainingSample
 from nano_inference.checkpoints.loading import load_spec
 from nano_inference.device import graphs
 from tests.gpu.target import Target
+from tests.invariance import test_state_invariance as states
 from tests.invariance import test_update_invariance as updates
 from tests.invariance.scenario import Request, Schedule, run, same_bits, small_tiles
 from tests.invariance.test_schedule_invariance import requests, schedules
@@ -38,6 +39,7 @@ from tests.structured.vocabularies import with_tokenizer
 pytestmark = pytest.mark.gpu
 
 FAMILIES = ("llama", "gemma3", "mistral")  # windows in no layer, in some layers, in all layers
+STATES = {"lfm2": "conv", "qwen3_5": "linear_attention"}
 SECONDS = 22.0  # seconds per drawn test, after its first example
 POOL = 24  # schedules per test
 KEPT = 12  # engines kept per test
@@ -285,6 +287,26 @@ def test_same_bits_under_any_schedule(
 
     with small_tiles():
         alone = Alone(models[family], dtype, target)
+        clock.draw(drawn)
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_states_have_the_same_bits_under_any_schedule(
+    tmp_path: Path, family: str, target: Target, clock: Clock
+) -> None:
+    if target.dry and family != "lfm2":
+        pytest.skip("a dry run has one model")
+    layers = SMALL | {"layer_types": [STATES[family], "full_attention"]}
+    model = with_tokenizer(tiny_model(tmp_path, family, **layers))
+
+    @MANY
+    @given(work=requests(), schedule=st.sampled_from(pool_of(POOL)))
+    def drawn(work: list[Request], schedule: Schedule) -> None:
+        mine = smaller(work) if target.dry else work
+        mine = mine if HAS_GRAMMARS else without_grammars(mine)
+        clock.check(lambda: states.check(model, "float32", mine, target.on(schedule)))
+
+    with small_tiles():
         clock.draw(drawn)
 
 

@@ -21,6 +21,7 @@ from nano_inference.device.queues import queue_of
 from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cuda import sampling
 from nano_inference.ops.cuda.attention import Attention
+from nano_inference.ops.cuda.backend import CudaOps
 from nano_inference.ops.cuda.lora import GroupedLora
 from nano_inference.ops.cuda.matmul import invariant_product
 from nano_inference.ops.interface import AttentionArgs
@@ -28,8 +29,9 @@ from nano_inference.ops.lora import Adapter
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch, to_device
 from tests.gpu.latents import LATENT, TOY_LATENT, Latents
-from tests.gpu.target import Target, adapted, adapter, moved, numbers
+from tests.gpu.target import STATES, TEXTS, TOY_STATES, Target, adapted, adapter, moved, numbers
 from tests.invariance.scenario import small_tiles
+from tests.ops.state_cases import Texts, computed
 
 pytestmark = pytest.mark.gpu
 
@@ -129,6 +131,25 @@ def test_adapter_row_is_bitwise_independent_of_its_batch(
             members = [row for row in range(most) if adapter_of[row] == index]
             alone = added(members, (adapters[index],), [0] * most)
             assert torch.equal(alone, whole[members]), f"one adapter of [{columns}, {depth}]"
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_row_is_bitwise_independent_of_its_batch(
+    target: Target, dtype: torch.dtype, name: str
+) -> None:
+    """Compare chunks that end anywhere in a block, and decodes next to a prompt."""
+    spec, texts = (TOY_STATES if target.dry else STATES)[name], TEXTS
+    if target.dry:
+        texts = Texts()
+    texts = texts._replace(device=target.device)
+    ops, longest = CudaOps(batch_invariant=True), texts.lengths[0]
+    whole, kept = computed(spec, dtype, ops, texts=texts)
+    decodes = tuple(range(longest - texts.lengths[-1], longest))
+    for cuts in ((17, 40), tuple(range(7, longest, 13)), decodes):
+        inside = tuple(tuple(cut for cut in cuts if cut < length) for length in texts.lengths)
+        got, memory = computed(spec, dtype, ops, inside, texts)
+        pairs = zip([*got, *memory], [*whole, *kept], strict=True)
+        assert all(torch.equal(*pair) for pair in pairs), f"chunks from {cuts[:3]} on"
 
 
 class Context:

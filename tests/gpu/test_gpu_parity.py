@@ -17,13 +17,15 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams, model_
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.ops.batches import Rows, batch_of_rows
 from tests.gpu.target import Target, moved
-from tests.models.tiny import FAMILIES, tiny_model
+from tests.models.tiny import FAMILIES as WITHOUT_STATES
+from tests.models.tiny import tiny_model
 from tests.parity.compare import TOLERANCE
 
 pytestmark = pytest.mark.gpu
 
+FAMILIES = (*WITHOUT_STATES, "lfm2", "qwen3_5")
 BLOCK = 16
-IN_A_DRY_RUN = ("llama", "gemma3", "qwen3")
+IN_A_DRY_RUN = ("llama", "gemma3", "qwen3", "lfm2", "qwen3_5")
 SLACK = 2.0**-8  # half of the spacing of bfloat16 numbers near 1
 SIZES = {
     "hidden_size": 32,
@@ -60,8 +62,8 @@ def logprobs(config: EngineConfig, texts: list[list[int]]) -> Tensor:
             chunks.append(Rows(text, 0, range(first, last)))
             first = last
         storage = KVStorage(engine.spec, first, BLOCK, engine.model.dtype, engine.model.device)
-        storage.keys.fill_(torch.nan)  # unwritten slots must not be read
-        storage.values.fill_(torch.nan)
+        for tensor in storage.tensors:  # unwritten slots must not be read
+            tensor.fill_(torch.nan)
         batch = batch_of_rows(chunks, BLOCK, draws=range(sum(len(text) for text in texts)))
         logits = model_forward(engine.model, moved(batch, config.device), storage)
         return logits.log_softmax(dim=-1).cpu()

@@ -33,7 +33,7 @@ def test_serving_compiles_no_kernel_after_the_start() -> None:
     training = report.pop("training")
     assert training["at start"] > 15
     assert training["later"] == []
-    assert len(report) == 9
+    assert len(report) == 11
     for name, kernels in report.items():
         assert kernels["at start"] > 50, name
         assert kernels["later"] == [], name

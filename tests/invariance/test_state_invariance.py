@@ -58,10 +58,10 @@ def plan(schedule: Schedule, work: list[Request], spec: ModelSpec) -> tuple[Sche
 
 @cache
 def alone(
-    model: Path, dtype: str, request: Request, backend: Backend
+    model: Path, dtype: str, request: Request, backend: Backend, device: str
 ) -> dict[tuple[int, int], TrainingSample]:
     lonely = Request(request.prompt, request.params, request.num_samples)
-    schedule = Schedule(backend=backend, num_blocks=1)
+    schedule = Schedule(backend=backend, device=device, num_blocks=1)
     samples, _ = run(model, dtype, [lonely], schedule, PLENTY // schedule.block_size)
     assert all(sample.finish_reason != "abort" for sample in samples.values()), (
         "even alone it reads what it may not"
@@ -77,7 +77,9 @@ def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> i
     expected = {
         (place, index): sample
         for place, request in enumerate(work)
-        for (_, index), sample in alone(model, dtype, request, schedule.backend).items()
+        for (_, index), sample in alone(
+            model, dtype, request, schedule.backend, schedule.device
+        ).items()
     }
     known = {key: sample.completion_tokens for key, sample in expected.items()}
     together, preemptions = run(model, dtype, work, schedule, bytes_per_token, known=known)

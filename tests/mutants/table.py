@@ -358,6 +358,27 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/models/test_states.py -k 'qwen3_5_agrees and reference'",
     ),
     Fault(
+        "triton_convolution_of_unrounded_inputs",
+        "src/nano_inference/ops/cuda/state.py",
+        old="    return x.to(DTYPE)",
+        new="    return x",
+        seen_by="tests/ops/test_triton_states.py -k 'chunks and conv'",
+    ),
+    Fault(
+        "triton_decay_since_the_chunk",
+        "src/nano_inference/ops/cuda/delta.py",
+        old="decay = tl.sum(tl.where(lane == low - 1, decays, 0.0), 0)",
+        new="decay = tl.sum(tl.where(lane == low - 1, 0.0, 0.0), 0)",
+        seen_by="tests/ops/test_triton_states.py -k 'chunks and delta'",
+    ),
+    Fault(
+        "captured_drafts_of_states_row_by_row",
+        "src/nano_inference/device/cuda_runner.py",
+        old="and (graphs.decodes.storage.states is None or rows == len(batch.seq_lens))",
+        new="and rows > 0",
+        seen_by="tests/device/test_triton_states.py -k drafts",
+    ),
+    Fault(
         "cpu_sink_of_the_groups_first_head",
         "src/nano_inference/ops/cpu/kernels/attention.cpp",
         old="finish(walk.total(first_line + i), sinks ? sinks + item.head * group + i : nullptr, to, shape.head_dim);",

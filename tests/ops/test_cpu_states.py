@@ -2,81 +2,28 @@
 and close to the reference.
 """
 
-import functools
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from nano_inference.device.state_tensors import StateStorage
-from nano_inference.models.spec.states import DeltaNet, ShortConv, StateSpec
-from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
+from nano_inference.models.spec.states import DeltaNet, StateSpec
+from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.reference import state as reference_state
-from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from tests.ops.cpu_kernels import available, kernels
-
-SIZE = 8  # tokens per block
-TABLES = ([3, 0, 6, 2, 9, 4], [1, 5, 7, 8])
-LENGTHS = (43, 20)
-DELTA = DeltaNet((True,), 2, 4, 32, 48, 4)
-TILES = replace(DELTA, in_tiles=True)
-CONV = ShortConv((True,), 48, 3, bias=True)
-Operation = Callable[[Tensor, ForwardBatch, StateStorage], Tensor]
-
-
-@functools.cache
-def numbers(spec: StateSpec, dtype: torch.dtype) -> tuple[Tensor, Any]:
-    """Return projected rows of both sequences, concatenated, and the weights."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    if isinstance(spec, ShortConv):
-        conv, bias = draw(48, 1, 3).to(dtype), draw(48).to(dtype)
-        return draw(sum(LENGTHS), 3 * 48), ShortConvWeights(conv, bias)
-    conv, norm = draw(spec.channels, 1, 4).to(dtype), draw(48).to(dtype)
-    weights = DeltaWeights(conv, draw(4), draw(4), norm, 1e-5, 2, 4, 32, 48, spec.in_tiles)
-    return draw(sum(LENGTHS), spec.channels + spec.value_width + 2 * 4), weights
-
-
-def computed(
-    spec: StateSpec,
-    dtype: torch.dtype,
-    states: Any,
-    cuts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return each sequence's outputs, computed in this many chunks, and the stored states of its
-    tokens and blocks.
-    """
-    projected, weights = numbers(spec, dtype)
-    view = StateStorage(spec, 10, SIZE, dtype, torch.device("cpu"))
-    for tensor in view.tensors.values():
-        tensor.fill_(torch.nan)
-    operation = states.delta_net if isinstance(spec, DeltaNet) else states.short_conv
-    parts = projected.split(LENGTHS)
-    outputs: list[list[Tensor]] = [[], []]
-    bounds = [(0, *cut, length) for cut, length in zip(cuts, LENGTHS, strict=True)]
-    for step in range(max(map(len, bounds)) - 1):
-        live = [i for i, each in enumerate(bounds) if step + 1 < len(each)]
-        spans = [(bounds[i][step], bounds[i][step + 1]) for i in live]
-        batch = batch_of_rows(
-            [
-                Rows([0] * (end - start), start, TABLES[i])
-                for i, (start, end) in zip(live, spans, strict=True)
-            ],
-            SIZE,
-        )
-        rows = torch.cat([parts[i][slice(*span)] for i, span in zip(live, spans, strict=True)])
-        out = operation(rows, weights, batch, view, 0).to(dtype)
-        for i, piece in zip(live, out.split([end - start for start, end in spans]), strict=True):
-            outputs[i].append(piece)
-    kept = [t.view(torch.uint8) for t in view.tensors.values()]
-    return [torch.cat(each) for each in outputs], kept
+from tests.ops.state_cases import (
+    CONV,
+    CUTS,
+    DELTA,
+    LENGTHS,
+    SIZE,
+    TABLES,
+    TILES,
+    computed,
+    numbers,
+    storage,
+)
 
 
 @pytest.fixture(params=available())
@@ -120,11 +67,7 @@ def test_heads_in_tiles_are_the_same_numbers(backend: str) -> None:
 def test_state_is_bitwise_independent_of_chunks(spec: StateSpec, backend: str) -> None:
     states = CpuStates(kernels(), 2) if backend == "cpu" else reference_state
     whole, kept = computed(spec, torch.float32, states)
-    for cuts in (
-        ((1, 2, 8, 9, 31, 40), (16,)),
-        (tuple(range(1, 43)), tuple(range(1, 20))),
-        ((7, 24), ()),
-    ):
+    for cuts in CUTS:
         got, memory = computed(spec, torch.float32, states, cuts)
         assert all(
             torch.equal(*pair) for pair in zip([*got, *memory], [*whole, *kept], strict=True)
@@ -139,11 +82,11 @@ def test_state_kernels_read_only_the_window(spec: StateSpec, backend: str) -> No
     operation = states.delta_net if isinstance(spec, DeltaNet) else states.short_conv
     whole, _ = computed(spec, torch.float32, states)
     projected, weights = numbers(spec, torch.float32)
-    view = StateStorage(spec, 10, SIZE, torch.float32, torch.device("cpu"))
+    view = storage(spec, torch.float32)
     for position in range(LENGTHS[0]):
         behind = max(0, position - spec.window(SIZE) + 1) // SIZE
         for tensor in view.tensors.values():
-            tensor[:, TABLES[0][:behind]] = torch.nan
+            tensor[:, list(TABLES[0][:behind])] = torch.nan
         batch = batch_of_rows([Rows([0], position, TABLES[0])], SIZE)
         row = operation(projected[position : position + 1], weights, batch, view, 0)
         assert torch.equal(row[0], whole[0][position])
@@ -151,7 +94,7 @@ def test_state_kernels_read_only_the_window(spec: StateSpec, backend: str) -> No
 
 def test_block_without_a_unit_is_not_read() -> None:
     projected, weights = numbers(CONV, torch.float32)
-    view = StateStorage(CONV, 10, SIZE, torch.float32, torch.device("cpu"))
+    view = storage(CONV, torch.float32)
     view.unit_row = lambda: torch.tensor([0, 1, 2, -1, 4, 5, 6, 7, 8, 9])
     batch = batch_of_rows([Rows([0] * 3, 9, TABLES[0])], SIZE)
     with pytest.raises(ValueError, match="no unit"):

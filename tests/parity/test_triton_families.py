@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from tests.device.test_triton_states import LAYERS as STATE_LAYERS
 from tests.invariance.scenario import small_tiles
 from tests.models.tiny import FAMILIES, tiny_model
 from tests.parity.compare import TOLERANCE
@@ -16,9 +17,9 @@ pytest.importorskip("triton")
 PROMPTS = [[5, 9], [(11 * i) % 290 + 3 for i in range(34)]]
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 300}
 # unique features: norms of three kinds, GELU, windows, factors
-OFTEN = ("qwen3", "gemma3", "olmo2", "granite", "gemma4", "gemma4-moe", "deepseek-v3")
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-# sizes of families with layers of several kinds, or latents, and of other families in their tests
+# sizes of families with layers of several kinds, latents or states, and of other families in their
+# tests
 SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3": LAYERS,
     "gemma4": LAYERS
@@ -27,7 +28,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4-moe": LAYERS | {"head_dim": 16},
     "deepseek-v3": {"num_hidden_layers": 2, "num_attention_heads": 4},
     "qwen2": {"num_hidden_layers": 2},
+    **{name: {"num_hidden_layers": 2} | sizes for name, sizes in STATE_LAYERS.items()},
 }
+OFTEN = (
+    *("qwen3", "gemma3", "olmo2", "granite", "gemma4", "gemma4-moe", "deepseek-v3"),
+    *STATE_LAYERS,
+)
 PARAMS = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=True, ignore_eos=True)
 
 

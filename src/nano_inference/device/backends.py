@@ -17,6 +17,7 @@ from nano_inference.models.parameters.experts import has_blocks
 from nano_inference.models.parameters.storage import num_bytes
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.states import DeltaNet
 from nano_inference.models.spec.traits import traits_of
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import TILES, KernelsUnavailable, available_instruction_set
@@ -429,8 +430,6 @@ def _no_kernels_for(
     if backend == "cuda":
         gap = "the CUDA kernels do not support"
         for spec in specs.values():
-            if spec.state is not None:
-                return f"{gap} layers with a state ({spec.architecture})."
             if spec.moe is not None and config.codes == "fp8":
                 return f"{gap} experts in FP8 ({spec.architecture}); use quantization='int8'."
             if config.codes == FILE and spec.quantisation is not None and not has_blocks(spec):
@@ -443,6 +442,10 @@ def _no_kernels_for(
         plain = [spec for spec in specs.values() if spec.latent is None]
         head_dims = [size for spec in plain for size in _head_dims(spec)]
         problem = availability.problem_with(device, dtype, head_dims)
+        for state in (spec.state for spec in specs.values()):
+            if problem is None and isinstance(state, DeltaNet):
+                sizes = state.key_dim, state.value_dim
+                problem = availability.problem_with_delta_rule(sizes, config.block_size)
         if problem is None and config.cuda_overlap:
             problem = availability.problem_with_overlap(device)
         return problem

@@ -99,7 +99,8 @@ class CudaRunner(ModelRunner):
     """Runner that replays captured graphs for steps of the policy: whole steps of decodes, with or
     without drafts, and the trunk of steps with prompts.
 
-    All other steps run eagerly: steps of other models, and steps beyond the largest graph.
+    All other steps run eagerly: steps of other models, and steps beyond the largest graph. Steps of
+    drafts replay the trunk if layers have a state.
 
     Args:
         models, storages: Models and KV tensors by weight set.
@@ -340,6 +341,8 @@ def _is_decode(batch: ForwardBatch, graphs: StepGraphs) -> bool:
         rows == len(batch.logits_indices)
         and rows <= graphs.decodes.largest
         and not len(batch.score_rows)
+        # a draft row reads the state of preceding rows, which a chunk computes in order
+        and (graphs.decodes.storage.states is None or rows == len(batch.seq_lens))
     )
 
 

@@ -65,6 +65,7 @@ def row_by_row(batch: ForwardBatch) -> ForwardBatch:
     """Return the same rows with a chunk for each row, as decode graphs compute them.
 
     Draft rows find preceding rows in the cache, because a layer stores all rows before it attends.
+    Layers with a state do not.
     """
     rows = len(batch.input_ids)
     if rows == len(batch.seq_lens):
@@ -240,8 +241,7 @@ class DecodeGraphs:
         """Compute a batch of single rows. Return its graph and rows after the last norm [N, H]."""
         size = self.sizes[bisect_left(self.sizes, len(batch.input_ids))]
         graph = self._graphs(size)[bool(batch.adapters)]
-        if self.storage.unit_map is not None:
-            self.storage.unit_map.units()  # updates the map that the graph reads
+        self.storage.update_units()
         graph.inputs.write(batch, self._uploads, self.adapters.addresses(batch))
         graph.forward.replay()
         return graph, graph.forward.output[: len(batch.input_ids)]
@@ -278,8 +278,7 @@ class DecodeGraphs:
         inputs = StepInputs(self._inputs, size, size, self.max_blocks, adapters)
         inputs.clear()
         view = self.storage
-        if view.unit_map is not None:
-            view.unit_map.units()  # update now: the capture must not copy from the host
+        view.update_units()  # now: the capture must not copy from the host
         few_rows = model.ops.few_rows if size <= FEW_ROWS else None
 
         def forward() -> Tensor:

@@ -264,6 +264,12 @@ class KVStorage:
             by_unit = cache if self._kinds else cache.movedim(2, 0)
             by_unit[targets] = by_unit[sources]
 
+    def update_units(self) -> None:
+        """Bring the device's map of units up to date. Captured steps read it in place."""
+        for units in (self.unit_map, self.states and self.states.unit_map):
+            if units is not None:
+                units.units()
+
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the storage."""

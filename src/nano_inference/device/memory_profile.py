@@ -12,7 +12,12 @@ import torch
 from nano_inference.config import EngineConfig
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.adapters import reserved_bytes, with_and_without_adapters
-from nano_inference.device.kv_tensors import KVStorage, common_layout, kv_shape
+from nano_inference.device.kv_tensors import (
+    KVStorage,
+    common_layout,
+    kv_shape,
+    state_layout,
+)
 from nano_inference.device.memory import Claims, gibibytes, longest_asked
 from nano_inference.device.units import UnitMap
 from nano_inference.device.warm_up import run_all_kinds
@@ -250,8 +255,8 @@ def _scratch(config: EngineConfig, models: Mapping[str, Decoder]) -> dict[str, K
                 units,
                 config.kv_cache_dtype,
             )
-            shared[key].keys.zero_()  # uninitialized memory may contain NaN
-            shared[key].values.zero_()
+            for tensor in shared[key].tensors:  # uninitialized memory may contain NaN
+                tensor.zero_()
         storages[name] = shared[key]
     return storages
 
@@ -261,7 +266,9 @@ def _scratch_units(config: EngineConfig, models: Mapping[str, Decoder]) -> UnitM
     parts = [model.part for model in models.values()]
     specs = [part.whole for part in parts]
     stages = parts[0].position.mesh.pipeline
-    layout = common_layout(specs, longest_asked(config, specs), stages)
+    layout = state_layout(specs, config.block_size)
+    if layout is None:
+        layout = common_layout(specs, longest_asked(config, specs), stages)
     if not layout.num_sliding:
         return None
     pool = UnitPool(layout.num_units * SCRATCH_BLOCKS, SCRATCH_BLOCKS, layout)

@@ -56,6 +56,9 @@ COMPARED = (
     "attention",
     "gate",
     "moe",
+    "short_conv",
+    "delta_net",
+    "sigmoid_gate",
     "logits",
     "gather_logprobs",
 )
@@ -88,6 +91,24 @@ _EXPERTS: dict[str, Any] = _DENSE | {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+}
+# convolutions, and delta rules with gated attention
+_CONVOLUTIONS: dict[str, Any] = _DENSE | {
+    "architectures": ["Lfm2ForCausalLM"],
+    "num_hidden_layers": 2,
+    "layer_types": ["conv", "full_attention"],
+    "conv_L_cache": 3,
+    "norm_eps": 1e-6,
+}
+_DELTA_RULE: dict[str, Any] = _DENSE | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
 }
 
 
@@ -157,8 +178,10 @@ def kernel_sets() -> list[KernelSet]:
 
 
 def usual_specs() -> list[ModelSpec]:
-    """Return a dense and a mixture-of-experts specification, for tests without a model."""
-    return [spec_from_config(_DENSE), spec_from_config(_EXPERTS)]
+    """Return a dense and a mixture-of-experts specification, and two with states, for tests without
+    a model.
+    """
+    return [*map(spec_from_config, (_DENSE, _EXPERTS, _CONVOLUTIONS, _DELTA_RULE))]
 
 
 def selftest(specs: Iterable[ModelSpec], sets: Iterable[KernelSet]) -> Iterator[Verdict]:
@@ -233,12 +256,14 @@ def check(
 def _tiny(spec: ModelSpec) -> ModelSpec:
     """Return a model with the same widths, one layer of each kind, few tokens and few experts."""
     moe, count = spec.moe, spec.num_layers
-    mixed = moe.layers if moe is not None else (False,) * count
+    none = (False,) * count
+    mixed = moe.layers if moe is not None else none
+    states = spec.state.layers if spec.state is not None else none
     sizes = [
         spec.layer(layer)._replace(keys_of=int(spec.layer(layer).keys_of == layer))
         for layer in range(count)
     ]
-    traits = list(zip(spec.windows, mixed, spec.ropes, sizes, strict=True))
+    traits = list(zip(spec.windows, mixed, spec.ropes, sizes, states, strict=True))
     layers = [layer for layer in range(count) if traits.index(traits[layer]) == layer]
     few = moe and replace(
         moe,
@@ -256,6 +281,7 @@ def _tiny(spec: ModelSpec) -> ModelSpec:
         vocab_size=min(spec.vocab_size, VOCABULARY),
         max_position=256,
         moe=few,
+        state=spec.state and replace(spec.state, layers=tuple(states[layer] for layer in layers)),
     )
 
 
@@ -274,9 +300,10 @@ def _run(ops: Ops, spec: ModelSpec, dtype: Dtype, device: Device, block_size: in
         _fill(param, generator)
     model = Decoder(spec, params, ops, spec.max_position)
     per_table = -(-max(CONTEXTS) // block_size)
-    storage = KVStorage(spec, len(LENGTHS) * per_table, block_size, dtype, device)
-    storage.keys.zero_()  # contexts include positions that are not computed here
-    storage.values.zero_()
+    num_tables = len(LENGTHS) if ops.few_rows is None else max(len(LENGTHS), FEW_ROWS)
+    storage = KVStorage(spec, num_tables * per_table, block_size, dtype, device)
+    for tensor in storage.tensors:  # contexts include positions that are not computed here
+        tensor.zero_()
     chunks = [
         Rows(
             [(7 * index) % spec.vocab_size for index in range(length)],
@@ -305,7 +332,7 @@ def _run(ops: Ops, spec: ModelSpec, dtype: Dtype, device: Device, block_size: in
     if ops.few_rows is not None:
         for rows in (1, 2, FEW_ROWS):  # the row count selects the kernel
             decodes = [
-                Rows([7], max(CONTEXTS) - row - 1, _table(0, per_table)) for row in range(rows)
+                Rows([7], max(CONTEXTS) - row - 1, _table(row, per_table)) for row in range(rows)
             ]
             batch = batch_of_rows(decodes, block_size, device=device)
             expected = model.trunk(ops, batch, storage)

@@ -100,8 +100,7 @@ class TrunkGraphs:
     def forward(self, batch: ForwardBatch, size: int) -> Tensor:
         """Compute a batch with the graph of a size. Return rows after the last norm [N, H]."""
         graph = self._graph(size, bool(batch.adapters))
-        if self.storage.unit_map is not None:
-            self.storage.unit_map.units()  # updates the map that the graph reads
+        self.storage.update_units()
         graph.inputs.write(batch, self._uploads, self._adapters.addresses(batch))
         graph.forward.replay()
         return graph.forward.output[: len(batch.input_ids)]
@@ -139,8 +138,7 @@ class TrunkGraphs:
         adapters, chunks = self._adapters.kinds[adapted], self._chunks(size)
         inputs = StepInputs(self._inputs, size, chunks, self.max_blocks, adapters)
         inputs.clear()
-        if storage.unit_map is not None:
-            storage.unit_map.units()  # update now: the capture must not copy from the host
+        storage.update_units()  # now: the capture must not copy from the host
 
         def forward() -> Tensor:
             relay_tokens(inputs.batch.input_ids, inputs.relay_sources, tokens)

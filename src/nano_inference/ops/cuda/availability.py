@@ -17,6 +17,8 @@ OVERLAP_CAPABILITY = (9, 0)  # supports programmatic dependent launch
 MIN_TRITON = (3, 4)
 MAX_HEAD_DIM = 512
 MAX_RANK, MAX_ROTARY = 512, 128  # numbers of a latent, and rotated ones of its key
+# heads of a delta rule, and tokens per block, which it computes in one tile
+MAX_DELTA_HEAD, MAX_DELTA_BLOCK = 256, 32
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -46,6 +48,24 @@ def problem_with_latents(sizes: Latent) -> str | None:
                 f"latents with {name}={size} have no CUDA kernels; they support multiples of 8 up "
                 f"to {most}."
             )
+    return None
+
+
+def problem_with_delta_rule(head_dims: Iterable[int], block_size: int) -> str | None:
+    """Return the reason why the kernels of the delta rule do not support these head dimensions or
+    blocks. None: they do.
+    """
+    widest = max(head_dims)
+    if widest > MAX_DELTA_HEAD:
+        return (
+            f"heads of {widest} numbers have no CUDA kernels of the delta rule; they support up to "
+            f"{MAX_DELTA_HEAD}."
+        )
+    if block_size > MAX_DELTA_BLOCK:
+        return (
+            f"block_size={block_size} has no CUDA kernels of the delta rule; use at most "
+            f"{MAX_DELTA_BLOCK}."
+        )
     return None
 
 

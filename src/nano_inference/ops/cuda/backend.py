@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nano_inference.ops.cuda import matmul, sampling
 from nano_inference.ops.cuda.attention import Attention
+from nano_inference.ops.cuda.delta import delta_net
 from nano_inference.ops.cuda.few_rows import few_rows
 from nano_inference.ops.cuda.latent import LATENT_OPS
 from nano_inference.ops.cuda.lora import GroupedLora, placed
@@ -15,6 +16,7 @@ from nano_inference.ops.cuda.microscaling import MXFP4, MicroscaledWeight
 from nano_inference.ops.cuda.moe import moe, record_experts
 from nano_inference.ops.cuda.quantised import AlignedWeight, quantised_embedding, quantised_product
 from nano_inference.ops.cuda.rows import embed, gate, normed_rows, rms_norm, rope_and_store
+from nano_inference.ops.cuda.state import short_conv, sigmoid_gate
 from nano_inference.ops.formats import Format, Stack
 from nano_inference.ops.interface import (
     Ops,
@@ -48,6 +50,9 @@ class CudaOps:
     rms_norm = staticmethod(rms_norm)
     gate = staticmethod(gate)
     moe = staticmethod(moe)
+    short_conv = staticmethod(short_conv)
+    delta_net = staticmethod(delta_net)
+    sigmoid_gate = staticmethod(sigmoid_gate)
     sample_logits = staticmethod(sampling.draw)
     score_logits = staticmethod(sampling.score)
     call = staticmethod(call)
