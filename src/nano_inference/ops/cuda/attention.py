@@ -35,7 +35,7 @@ from nano_inference.ops.cuda.rows import overlapping, scales_within, units_of
 from nano_inference.ops.interface import AttentionArgs, KvcacheView
 
 KEY_TILE = 64  # keys per step of the recurrence
-WIDE_KEY_TILE = 32  # the same if a head has more than 256 numbers
+WIDE_KEY_TILE = 32  # the same for wide heads
 SPLIT = 256  # keys whose sum may be computed separately
 SHORT_LANES = 16  # minimum of tensor cores
 WIDE_LANES = 32  # lanes of a tile then; half of them if splits are walked from scratch
@@ -240,9 +240,11 @@ class Attention:
 
     def _key_tile_of(self, shape: HeadShape, device: torch.device) -> int:
         """Return the keys per step of the recurrence, which depend on the heads and the card."""
-        if shape.value <= 256:
-            return self._key_tile
         is_float32 = shape.dtype == torch.float32
+        # larger tiles of keys spill registers, except with the tiles of rows of batch invariance
+        most = 256 if self.batch_invariant or is_float32 else 128
+        if shape.value <= most:
+            return self._key_tile
         tile = min(self._key_tile, SHORT_LANES if is_float32 else WIDE_KEY_TILE)
         fits = shape.key_bytes(tile) + WIDE_SHARED <= shared_memory(device)
         return tile if fits else max(tile // 2, SHORT_LANES)
