@@ -332,5 +332,5 @@ def test_ranks_do_not_split_groups(tmp_path: Path) -> None:
 def test_table_covers_every_checkpoint_format() -> None:
     of_gguf_files = {form.name for form in FORMATS.values() if form.bits in (5, 6)}
     of_gguf_files |= {"int8-16-wide", "int8-16-min", "int4-32-min-half", "int4-32-steps"}
-    of_gguf_files |= {form.name for form in FORMATS.values() if form.values}
+    of_gguf_files |= {form.name for form in FORMATS.values() if form.values} - {"mxfp4-32"}
     assert {*FORMS.values()} == FORMATS.keys() - of_gguf_files
