@@ -45,6 +45,12 @@ def test_answers_have_a_row_for_each_error_that_reaches_clients(module: object) 
         ),
         (EngineDead("a path", "died"), 503, "engine_dead", {"x-should-retry": "false"}),
         (Draining(), 503, "draining", {"retry-after": "1", "retry-after-ms": "1000"}),
+        (
+            errors.LacksMemoryToWake("others took memory."),
+            503,
+            "no_memory_to_wake",
+            {"retry-after": "5", "retry-after-ms": "5000"},
+        ),
         (EnginesDied(3), 500, "engines_died", {"x-should-retry": "false"}),
         (ReaderTooSlow(41), 408, None, {}),
         (KeyError("a bug"), 500, None, {"x-should-retry": "false"}),

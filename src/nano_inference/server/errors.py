@@ -11,6 +11,7 @@ from nano_inference.errors import (
     AdapterNotFound,
     EngineDead,
     InvalidRequest,
+    LacksMemoryToWake,
     RequestAborted,
     RequestTooLarge,
     VersionGone,
@@ -107,6 +108,7 @@ ANSWERS: Mapping[type[BaseException], _Answer] = {
     WeightUpdateError: _Answer(400),
     WeightUpdateConflict: _Answer(409),
     WeightTransferError: _Answer(504),
+    LacksMemoryToWake: _Answer(503, "no_memory_to_wake", retry_after(5.0)),
     RequestAborted: _Answer(499),
     EngineDead: _Answer(503, "engine_dead", NO_RETRY, _public_reason),
     EngineReplaced: _Answer(
