@@ -130,9 +130,7 @@ class GradientKernels:
         return out
 
     def norm(self, x: Tensor, norm: Norm, dtype: Dtype | None = None) -> Tensor:
-        """Normalize float32 rows [N, H], as `Ops.rms_norm`. The result has this dtype, or `dtype`
-        float32.
-        """
+        """Implement `GradientOps.norm` by a kernel."""
         _matrix(x, namespace(x).float32)
         out = namespace(x).empty(x.shape, dtype=dtype or self.dtype)
         structure = _norm(norm)
@@ -153,17 +151,7 @@ class GradientKernels:
         adds: bool = False,
         scale: float = 1.0,
     ) -> None:
-        """Differentiate norms of runs of len(weight) numbers.
-
-        Args:
-            x: Inputs, float32 [N, runs * size], the columns of wider rows if need be.
-            norm: The norm, with a weight.
-            d_out: Gradient of the outputs, float32 like x.
-            d_x: Receives the gradient of x. It may be `d_out` itself.
-            d_weight: Gradient of the weight, float32 [size], which is added to. None: unwanted.
-            adds: Add to `d_x`.
-            scale: Factor of `d_out`.
-        """
+        """Implement `GradientOps.norm_gradient` by a kernel."""
         structure = _norm(norm)
         size = structure.size
         if d_out.stride(0) != d_x.stride(0) or x.shape != d_out.shape or x.shape[1] % size:
@@ -190,9 +178,7 @@ class GradientKernels:
     def rotate(
         self, rows: Tensor, shape: HeadShape, rotary: Rotary, norms: tuple[Norm | None, Norm | None]
     ) -> Rotated:
-        """Split float32 rows into queries, keys and values of this dtype. Queries and keys are
-        normed, if `norms` has their norm, and rotated.
-        """
+        """Implement `GradientOps.rotate` by a kernel."""
         xp, widths = namespace(rows), (shape.heads, shape.kv_heads, shape.kv_heads)
         parts = [xp.empty((len(rows), n * shape.head_dim), dtype=self.dtype) for n in widths]
         kept = [None if norm is None else _norm(norm) for norm in norms]
@@ -205,9 +191,7 @@ class GradientKernels:
         return Rotated(*parts)
 
     def rotate_gradient(self, parts: Rotated, shape: HeadShape, rotary: Rotary) -> Tensor:
-        """Return the gradient of rows before rotation and after norms, from those of queries, keys
-        and values, all float32.
-        """
+        """Implement `GradientOps.rotate_gradient` by a kernel."""
         xp = namespace(parts.queries)
         out = xp.empty((len(parts.queries), shape.columns), dtype=xp.float32)
         entry = self._heads(out, shape, rotary, parts)
@@ -251,7 +235,7 @@ class GradientKernels:
         return gradients
 
     def gate(self, x: Tensor, activation: str) -> Tensor:
-        """Compute `Ops.gate` of float32 [N, 2 * I]: [N, I] of this dtype."""
+        """Implement `GradientOps.gate` by a kernel."""
         rows, columns = _matrix(x, namespace(x).float32)
         out = namespace(x).empty((rows, columns // 2), dtype=self.dtype)
         self.kernels.nano_gate_rows(
@@ -261,7 +245,7 @@ class GradientKernels:
         return out
 
     def gate_gradient(self, x: Tensor, activation: str, d_out: Tensor) -> Tensor:
-        """Differentiate `gate`: float32 [N, I] -> [N, 2 * I]."""
+        """Implement `GradientOps.gate_gradient` by a kernel."""
         rows, columns = _matrix(x, namespace(x).float32)
         out = namespace(x).empty(x.shape, dtype=d_out.dtype)
         self.kernels.nano_gate_gradient(
@@ -271,13 +255,13 @@ class GradientKernels:
         return out
 
     def add_columns(self, rows: Tensor, total: Tensor) -> None:
-        """Add the sum of float32 rows [N, C] to `total` [C]."""
+        """Implement `GradientOps.add_columns` by a kernel."""
         self.kernels.nano_add_columns(
             *(rows.data_ptr(), *_matrix(rows, total.dtype), total.data_ptr(), self.num_threads)
         )
 
     def add_rows(self, rows: Tensor, ids: Tensor, total: Tensor, scale: float = 1.0) -> None:
-        """Add `scale` times each float32 row [N, C] to row ids[i] of `total` [R, C], in order."""
+        """Implement `GradientOps.add_rows` by a kernel."""
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(total):
             raise ValueError(f"row ids are not within the {len(total)} rows of the total.")
         self.kernels.nano_add_rows(
@@ -288,16 +272,7 @@ class GradientKernels:
     def logit_gradient(
         self, logits: Tensor, targets: tuple[Tensor, Tensor, Tensor], masks: Any, rule: LogitRule
     ) -> None:
-        """Replace products of the head, float32 [R, V], by the gradients with respect to them.
-
-        Args:
-            logits: Products.
-            targets: First target of each row and the end, int64 [R + 1]; token ids, int64 [P],
-                rising in each row; gradients of their logprobs, float32 [P].
-            masks: Row of the words of each row's mask, int64 [R], -1 for none, and the words, int32
-                [M, W].
-            rule: Conversion into levels.
-        """
+        """Implement `GradientOps.logit_gradient` by a kernel."""
         rows, vocab = _matrix(logits, namespace(logits).float32)
         mask_rows, words = masks
         first, ids, gradients = targets
@@ -317,13 +292,7 @@ class GradientKernels:
         self.kernels.nano_logit_gradient(ctypes.addressof(entry))
 
     def route_weights(self, logits: Tensor, ids: Tensor, shape: RouteShape) -> Tensor:
-        """Return the weights of each row's experts, and of the shared one if there is one.
-
-        Args:
-            logits: Router's logits, float32 [N, E], and one more for a shared expert's gate.
-            ids: Experts of each row, int64 [N, K], rising.
-            shape: Routing of the layer.
-        """
+        """Implement `ExpertOps.route_weights` by a kernel."""
         xp = namespace(logits)
         weights = xp.empty((len(ids), shape.num_weights), dtype=xp.float32)
         entry = self._route(logits, ids, shape)
@@ -334,7 +303,7 @@ class GradientKernels:
     def route_gradient(
         self, logits: Tensor, ids: Tensor, shape: RouteShape, d_weights: Tensor
     ) -> Tensor:
-        """Differentiate `route_weights` with respect to the logits: float32 like `logits`."""
+        """Implement `ExpertOps.route_gradient` by a kernel."""
         xp = namespace(logits)
         if not has_dtype(d_weights, "float32") or not d_weights.is_contiguous():
             raise ValueError(f"gradients must be contiguous float32; got {d_weights.dtype}.")
@@ -345,7 +314,7 @@ class GradientKernels:
         return d_logits
 
     def row_products(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply each row of `a` by the same row of `b`, float32 [N, C]: the sums [N]."""
+        """Implement `ExpertOps.row_products` by a kernel."""
         xp = namespace(a)
         rows, columns = _matrix(a, xp.float32)
         if _matrix(b, xp.float32) != (rows, columns):

@@ -68,7 +68,8 @@ class Weights:
         self.exact = kernels.exact()
         self._packed: dict[str, Packed] = {}
         self._turned: dict[str, list[Packed]] = {}
-        self._parts: dict[tuple[str, bool], list[Packed]] = {}
+        self._stacks: dict[str, list[Packed]] = {}
+        self._turned_stacks: dict[str, list[Packed]] = {}
         self._plain: dict[str, Tensor] = {}
 
     def forward(self, name: str) -> Packed:
@@ -83,18 +84,13 @@ class Weights:
 
     def forward_parts(self, name: str, count: int) -> list[Packed]:
         """Return the `count` matrices [R, C] that a parameter stacks, for forward products."""
-        return self._stacked(name, count, turned=False)
+        pack = self.kernels.packed
+        return self._kept(self._stacks, name, lambda one: [*map(pack, one.chunk(count))])
 
     def backward_parts(self, name: str, count: int) -> list[Packed]:
         """Return the `count` matrices [R, C] that a parameter stacks, as weights [C, R]."""
-        return self._stacked(name, count, turned=True)
-
-    def _stacked(self, name: str, count: int, *, turned: bool) -> list[Packed]:
-        if (name, turned) not in self._parts:
-            pack = self.kernels.packed_turned if turned else self.kernels.packed
-            parts = self.params[name].contiguous().chunk(count)
-            self._parts[name, turned] = [pack(part) for part in parts]
-        return self._parts[name, turned]
+        pack = self.kernels.packed_turned
+        return self._kept(self._turned_stacks, name, lambda one: [*map(pack, one.chunk(count))])
 
     def vector(self, name: str) -> Tensor | None:
         """Return a norm's weight, a bias or sinks. None: the model has none."""
