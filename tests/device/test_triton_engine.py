@@ -146,6 +146,7 @@ def test_graphs_compute_drafts_like_eager_steps(build: Build, tmp_path: Path) ->
         engine, "changing", {(0, each.sample_index): each.completion_tokens for each in expected}
     )
     samples = engine.generate([prompt], params, 2)
+    assert [each.finish_reason for each in samples] == ["length"] * 2
     assert all(map(same_bits, samples, expected))
     assert runner(engine).num_trunk_replays == 1  # the prompt
     assert engine.stats().tokens_computed > plain.stats().tokens_computed  # so there were drafts

@@ -91,6 +91,7 @@ def test_steps_of_drafts_replay_the_trunk(build: Build, tmp_path: Path, family: 
         engine, "changing", {(0, each.sample_index): each.completion_tokens for each in expected}
     )
     samples = engine.generate([prompt], params, 2)
+    assert [each.finish_reason for each in samples] == ["length"] * 2
     assert all(map(same_bits, samples, expected))
     assert runner(engine).num_trunk_replays > 1
     assert runner(engine).num_eager_steps == 0

@@ -48,7 +48,8 @@ def engine(
 
 def set_drafts(engine: InferenceEngine, kind: Drafts, known: Known) -> None:
     """Use drafts of this kind for all requests from now on."""
-    tried = real_drafts(engine, kind, 4) or TriedDrafts(kind, known, defaultdict(int))
+    vocab_size = engine.spec.vocab_size
+    tried = real_drafts(engine, kind, 4) or TriedDrafts(kind, known, defaultdict(int), vocab_size)
     engine.loop.drafter = None if kind == "none" else tried
     engine.loop.config = replace(engine.loop.config, max_drafts=0 if kind == "none" else 4)
 

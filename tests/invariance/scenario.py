@@ -149,10 +149,14 @@ class TriedDrafts:
         kind: Kind of the drafts.
         known: Right completions.
         places: Request id -> index in the scenario.
+        vocab_size: Vocabulary size of the policy.
     """
 
-    def __init__(self, kind: Drafts, known: Known, places: Mapping[int, int]) -> None:
+    def __init__(
+        self, kind: Drafts, known: Known, places: Mapping[int, int], vocab_size: int
+    ) -> None:
         self._kind, self._known, self._places = kind, known, places
+        self._vocab_size = vocab_size
         self._random = random.Random(0)
 
     def propose(
@@ -175,8 +179,10 @@ class TriedDrafts:
         whole = self._known.get((self._places[seq.request_id], seq.sample_index), ())
         right = list(whole[seq.num_completion_tokens :][: r.randrange(6)])
         if kind == "wrong":
-            return [(token + 1) % 300 for token in right]
-        return [r.randrange(300) for _ in range(r.randrange(6))] if kind == "any" else right
+            return [(token + 1) % self._vocab_size for token in right]
+        if kind == "any":
+            return [r.randrange(self._vocab_size) for _ in range(r.randrange(6))]
+        return right
 
 
 def set_drafts(
@@ -186,7 +192,7 @@ def set_drafts(
     if schedule.drafts == "none":
         return
     engine.loop.config = replace(engine.loop.config, max_drafts=schedule.max_drafts)
-    tried = TriedDrafts(schedule.drafts, known, places)
+    tried = TriedDrafts(schedule.drafts, known, places, engine.spec.vocab_size)
     engine.loop.drafter = real_drafts(engine, schedule.drafts, schedule.max_drafts) or tried
 
 
