@@ -179,7 +179,7 @@ class EngineConfig:
             as part of the KV cache. For models with experts, on one rank, with `backend="cpu"` or
             `"reference"`.
         max_loras: Maximum adapters loaded at the same time (docs/adapters.md). 0 means as many as
-            `loras` names. On a GPU with `backend="cuda"` and one rank.
+            `loras` names. On a GPU with `backend="cuda"`.
         max_lora_rank: Highest LoRA rank accepted, at most 256.
         loras: Adapters to load at start-up, each as `"NAME=FOLDER"` with a folder saved by PEFT.
         kept_cache_folder: Folder for blocks that a request asked to keep

@@ -329,12 +329,6 @@ ENGINE_ROWS = (
         "omit max_loras, or use backend='cuda' on a GPU",
         backends=("cpu", "reference", "cuda"),
     ),
-    _feature("adapters on several ranks", *RANKS)(
-        "these kernels add adapters on one rank",
-        "omit max_loras, or use one rank",
-        backends=TORCHS,
-        when=(Asked("has_adapters"),),
-    ),
     _experts(
         "one rank records the experts of all rows",
         "use replicas",

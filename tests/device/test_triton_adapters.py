@@ -14,6 +14,7 @@ from nano_inference.checkpoints.loading import load_spec
 from nano_inference.checkpoints.lora import LoraSettings, targets_of
 from nano_inference.device import cuda_runner, graphs
 from nano_inference.device.adapters import blank_adapter, columns_of, most_parts, reserved_bytes
+from nano_inference.models.sharding.shard import shard_of
 from nano_inference.ops.cuda.lora import bounds_of
 from nano_inference.rl import score
 from tests.device.cuda_cases import CheckingQueue
@@ -213,18 +214,19 @@ def test_merge_on_the_kernels_restores_the_weights(build: Build, folder: Path) -
 
 
 def test_model_bounds_cover_every_adapter(folder: Path) -> None:
-    spec = load_spec(folder)
-    blank = blank_adapter(spec, 8, torch.device("cpu"))
-    assert {*blank.parts} == {target.param for target in targets_of(spec).values()}
+    part = shard_of(load_spec(folder))
+    blank = blank_adapter(part, 8, torch.device("cpu"))
+    assert {*blank.parts} == {target.param for target in targets_of(part.whole).values()}
     bounds = bounds_of(blank.parts.values())
-    assert (bounds.parts, bounds.rank) == (most_parts(spec), 8)
-    assert most_parts(spec) == 3  # q, k and v
-    assert bounds.aligned == (not any(column % 16 for column in columns_of(spec)))
+    assert (bounds.parts, bounds.rank) == (most_parts(part), 8)
+    assert most_parts(part) == 3  # q, k and v
+    assert bounds.aligned == (not any(column % 16 for column in columns_of(part)))
 
 
 def test_memory_is_reserved_for_the_largest_adapters(build: Build, folder: Path) -> None:
     engine = make(build, folder, max_loras=1)
     tensors = matrices(folder, 5)  # of rank 8, the highest
     info = engine.load_adapter("whole", tensors)
-    assert reserved_bytes(engine.config, engine.spec) == 2 * info.num_bytes
-    assert reserved_bytes(make(build, folder, max_loras=0).config, engine.spec) == 0
+    part = engine.model.part
+    assert reserved_bytes(engine.config, part) == 2 * info.num_bytes
+    assert reserved_bytes(make(build, folder, max_loras=0).config, part) == 0

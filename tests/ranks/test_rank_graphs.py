@@ -1,5 +1,6 @@
-"""Graphs of an engine whose tensor ranks share each layer: all ranks capture and replay the same
-steps, sums over ranks included. The ranks are threads, and a stand-in replaces the CUDA runtime.
+"""Graphs of an engine of several ranks: all ranks capture and replay the same steps, sums over
+tensor ranks included, messages between stages excluded. The ranks are threads, and a stand-in
+replaces the CUDA runtime.
 """
 
 from pathlib import Path
@@ -35,9 +36,16 @@ def sampled(engine: InferenceEngine) -> list[str]:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("conventional")
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_tensor_ranks_replay_graphs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lookahead: int
+@pytest.mark.parametrize(
+    ("tensor", "stages", "lookahead"),
+    [(2, 1, 0), (2, 1, 1), (1, 2, None), (1, 3, None), (2, 2, None)],
+)
+def test_ranks_replay_graphs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tensor: int,
+    stages: int,
+    lookahead: int | None,
 ) -> None:
     runners: list[CudaRunner] = []
     begin = CudaRunner.__init__
@@ -47,7 +55,7 @@ def test_tensor_ranks_replay_graphs(
         runners.append(self)
 
     monkeypatch.setattr(CudaRunner, "__init__", noted)
-    folder = str(tiny_model(tmp_path, "llama"))
+    folder = str(tiny_model(tmp_path, "llama", num_hidden_layers=3))
     options: dict[str, Any] = {
         "model_path": folder,
         "device": "cpu",
@@ -56,11 +64,12 @@ def test_tensor_ranks_replay_graphs(
     }
     with InferenceEngine(EngineConfig(backend="reference", **options)) as engine:
         expected = sampled(engine)
-    config = EngineConfig(backend="cuda", tensor_parallel=2, **options)
+    ranks = {"tensor_parallel": tensor, "pipeline_parallel": stages}
+    config = EngineConfig(backend="cuda", **ranks, **options)
     with InferenceEngine(config, ThreadLauncher()) as engine:
         assert sampled(engine) == expected
     counts = [(each.num_replays, each.num_trunk_replays, each.num_eager_steps) for each in runners]
-    assert counts[0] == counts[1]
+    assert counts == counts[:1] * tensor * stages
     assert counts[0][0] > 10
     assert counts[0][1] >= 4
     assert counts[0][2] == 0
@@ -71,7 +80,7 @@ def test_tensor_ranks_replay_graphs(
     [
         ("llama", {}, True),
         ("llama", {"tensor_parallel": 2}, True),
-        ("llama", {"pipeline_parallel": 2}, False),
+        ("llama", {"pipeline_parallel": 2}, True),
         ("llama", {"tensor_parallel": 2, "cuda_graphs": False}, False),
         ("mixtral", {}, True),
         ("mixtral", {"tensor_parallel": 2}, False),

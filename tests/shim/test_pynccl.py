@@ -59,8 +59,6 @@ def test_tensors_of_a_pynccl_trainer_arrive() -> None:
             torch.equal(tensors[name], each) for name, each in zip(SHAPES, sent(), strict=True)
         )
         assert group.trainer_lives()
-        with pytest.raises(WeightUpdateError, match=r"torch\.distributed"):
-            group.stream(ReusedMemory())
         group.close()
 
 

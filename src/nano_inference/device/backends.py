@@ -253,13 +253,13 @@ def captures_graphs(config: EngineConfig, policy: ModelSpec) -> bool:
     """Return True if steps are captured as CUDA graphs.
 
     Sums over tensor ranks are captured: NCCL queues them like kernels, and all ranks compute the
-    same steps. Graphs cannot contain the exchange of experts' rows, whose numbers the host reads in
-    each step, or messages between stages, which the host waits for.
+    same steps. Messages between stages stay outside (`CapturedStage`). Graphs cannot contain the
+    exchange of experts' rows, whose numbers the host reads in each step.
     """
     spreads_experts = config.expert_parallel > 1 or (
         config.tensor_parallel > 1 and policy.moe is not None
     )
-    return config.cuda_graphs and config.pipeline_parallel == 1 and not spreads_experts
+    return config.cuda_graphs and not spreads_experts
 
 
 def numerics_of(

@@ -37,8 +37,8 @@ class CapturedAdapters:
         self._ops: StepAdapters | None = model.ops.step_adapters if most_rank else None
         self.kinds: tuple[tuple[Any, ...], ...] = ((),)
         if self._ops is not None:
-            spec = model.part.whole
-            bounds = LoraBounds(most_parts(spec), most_rank, are_aligned(columns_of(spec)))
+            part = model.part
+            bounds = LoraBounds(most_parts(part), most_rank, are_aligned(columns_of(part)))
             self.kinds = ((), (Unnamed(bounds),))
 
     @property

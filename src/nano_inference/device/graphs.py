@@ -8,7 +8,7 @@ addresses, a batch is padded to the next captured size, and kernels need no row 
 A step replays two graphs, because the host processes the previous step in between (stop strings,
 grammars):
 
-1. the forward: tokens drawn by the previous step (`relay_tokens`), then `Decoder.trunk`. Small
+1. the forward: tokens drawn by the previous step (`relay_tokens`), then `Decoder.stage`. Small
    batches use `Ops.few_rows` if the backend has it.
 2. the draw: noise keys of this step's positions, the product with the head, the draw, and its
    results at fixed addresses. Adapters of the head have draws of their own.
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.device.captured_adapters import CapturedAdapters
+from nano_inference.device.captured_stage import CapturedStage
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import Captured, HostQueue
 from nano_inference.device.step_buffers import (
@@ -195,7 +196,7 @@ class DecodeGraph(NamedTuple):
 
     inputs: StepInputs
     forward: Captured  # output: hidden rows [size, H], valid until the next forward
-    draws: dict[DrawKind, Captured]
+    draws: dict[DrawKind, Captured]  # none, unless the rank has the last layers
 
 
 class DecodeGraphs:
@@ -213,6 +214,7 @@ class DecodeGraphs:
         results: Results of draws, including the tokens for the next step. Its size is that of the
             largest batch.
         adapters: Adapters of captured steps.
+        stage: Messages from and to other pipeline stages.
         max_blocks: Maximum length of a sequence's block table.
     """
 
@@ -224,11 +226,12 @@ class DecodeGraphs:
         uploads: Uploads,
         results: DrawResults,
         adapters: CapturedAdapters,
+        stage: CapturedStage,
         *,
         max_blocks: int,
     ) -> None:
         self.model, self.storage, self.results = model, storage, results
-        self.adapters = adapters
+        self.adapters, self._stage = adapters, stage
         self.largest = largest = results.largest
         self.sizes = graph_sizes(largest)
         self.max_blocks = max_blocks
@@ -243,8 +246,7 @@ class DecodeGraphs:
         graph = self._graphs(size)[bool(batch.adapters)]
         self.storage.update_units()
         graph.inputs.write(batch, self._uploads, self.adapters.addresses(batch))
-        graph.forward.replay()
-        return graph, graph.forward.output[: len(batch.input_ids)]
+        return graph, self._stage.replay(graph.forward, batch)
 
     def draw(self, graph: DecodeGraph, batch: SamplingBatch, *, head: bool = False) -> None:
         """Draw one sample of each row that `forward` has just computed with this graph.
@@ -285,8 +287,8 @@ class DecodeGraphs:
             relay_tokens(inputs.batch.input_ids, inputs.relay_sources, results.token_ids)
             batch = self.adapters.grouped(inputs.batch)
             if few_rows is not None:
-                return few_rows(model.trunk, batch, view)
-            return model.trunk(model.ops, batch, view)
+                return few_rows(self._stage.trunk, batch, view)
+            return self._stage.trunk(model.ops, batch, view)
 
         captured = self._queue.capture(forward, pool)
         keys = torch.zeros((size, 2), dtype=torch.int64, device=model.device)
@@ -297,6 +299,8 @@ class DecodeGraphs:
             results.write(model.draw(captured.output, sampling, whose))
 
         draws: dict[DrawKind, Captured] = {}
+        if not model.is_last_stage:
+            return DecodeGraph(inputs, captured, draws)
         for filters, head in product((False, True), (False, True) if adapters else (False,)):
             run = partial(draw, parameters.batch(size, keys, any_filter=filters), head)
             draws[DrawKind(filters, head)] = self._queue.capture(run, pool)

@@ -149,7 +149,7 @@ def measure(
     after = memory.read()
     # includes kernels, the CUDA context and this process's other tensors
     others = max(after.used - weights, 0)
-    adapters = reserved_bytes(config, models[POLICY].part.whole)
+    adapters = reserved_bytes(config, models[POLICY].part)
     return Claims(weights, workspace, graphs, others, after.total, adapters=adapters)
 
 

@@ -30,6 +30,7 @@ from nano_inference.errors import one_line
 from nano_inference.models.decoder import Decoder, HeadRows
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
+from nano_inference.models.sharding.shard import shard_of
 from nano_inference.models.spec.layers import LayerSpec
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.read import spec_from_config
@@ -356,7 +357,7 @@ def _compare_adapters(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: tor
             name: tuple(
                 part._replace(a=drawn(*part.a.shape), b=drawn(*part.b.shape)) for part in blank
             )
-            for name, blank in blank_adapter(spec, rank, device).parts.items()
+            for name, blank in blank_adapter(shard_of(spec), rank, device).parts.items()
         }
         return Adapter(f"of rank {rank}", 1, parts)
 

@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 from nano_inference.config import EngineConfig
 from nano_inference.device.captured_adapters import CapturedAdapters
+from nano_inference.device.captured_stage import CapturedStage
 from nano_inference.device.graphs import DecodeGraphs, DrawResults
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import HostQueue
 from nano_inference.device.step_buffers import Uploads
-from nano_inference.device.trunk_graphs import TrunkGraphs
+from nano_inference.device.trunk_graphs import MOST_ROWS, TrunkGraphs
 from nano_inference.models.decoder import Decoder
 
 PROBED = 2  # graphs of a kind, after its largest, whose memory stands for that of all others
@@ -89,12 +90,14 @@ def graphs_of(
 ) -> StepGraphs:
     """Return an engine's graphs, none of them captured yet. `results` are those of its draws."""
     parts, adapters = (model, storage, queue, uploads), CapturedAdapters(model, limits.lora_rank)
+    stage = CapturedStage(model, max(results.largest, min(limits.rows, MOST_ROWS)))
     return StepGraphs(
-        DecodeGraphs(*parts, results, adapters, max_blocks=limits.blocks),
+        DecodeGraphs(*parts, results, adapters, stage, max_blocks=limits.blocks),
         TrunkGraphs(
             *parts,
             results.token_ids,
             adapters,
+            stage,
             max_rows=limits.rows,
             max_chunks=limits.chunks,
             max_blocks=limits.blocks,

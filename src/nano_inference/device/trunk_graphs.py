@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.device.captured_adapters import CapturedAdapters
+from nano_inference.device.captured_stage import CapturedStage
 from nano_inference.device.graphs import pool_of
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import Captured, HostQueue
@@ -63,6 +64,7 @@ class TrunkGraphs:
         uploads: Uploads to their device.
         tokens: Tokens of the previous draw, at a fixed address.
         adapters: Adapters of captured steps.
+        stage: Messages from and to other pipeline stages.
         max_rows: Number of rows of the largest step.
         max_chunks: Maximum number of chunks of a step.
         max_blocks: Maximum length of a sequence's block table.
@@ -76,6 +78,7 @@ class TrunkGraphs:
         uploads: Uploads,
         tokens: Tensor,
         adapters: CapturedAdapters,
+        stage: CapturedStage,
         *,
         max_rows: int,
         max_chunks: int,
@@ -83,7 +86,7 @@ class TrunkGraphs:
     ) -> None:
         self.model, self.storage, self.max_blocks = model, storage, max_blocks
         self.sizes = trunk_sizes(max_rows)
-        self._max_chunks, self._adapters = max_chunks, adapters
+        self._max_chunks, self._adapters, self._stage = max_chunks, adapters, stage
         self._queue, self._uploads, self._tokens = queue, uploads, tokens
         largest = self.sizes[-1] if self.sizes else 0
         chunks = self._chunks(largest)
@@ -102,8 +105,7 @@ class TrunkGraphs:
         graph = self._graph(size, bool(batch.adapters))
         self.storage.update_units()
         graph.inputs.write(batch, self._uploads, self._adapters.addresses(batch))
-        graph.forward.replay()
-        return graph.forward.output[: len(batch.input_ids)]
+        return self._stage.replay(graph.forward, batch)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
@@ -142,6 +144,6 @@ class TrunkGraphs:
 
         def forward() -> Tensor:
             relay_tokens(inputs.batch.input_ids, inputs.relay_sources, tokens)
-            return model.trunk(model.ops, self._adapters.grouped(inputs.batch), storage)
+            return self._stage.trunk(model.ops, self._adapters.grouped(inputs.batch), storage)
 
         return TrunkGraph(inputs, self._queue.capture(forward, pool))

@@ -92,6 +92,7 @@ class Decoder:
             rank_exchange if rank_exchange is not None else RankExchange(shard_of(spec))
         )
         self.part = self.rank_exchange.part
+        self.is_first_stage = self.part.position.is_first_stage
         self.is_last_stage = self.part.position.is_last_stage
         self.context = self._shared_context()
         matrix = next(
@@ -348,11 +349,33 @@ class Decoder:
         return self.recorded[key](batch)
 
     def trunk(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView) -> X:
-        """Compute everything but the head, only by calls of `ops`.
+        """Compute everything but the head, messages included, only by calls of `ops`.
 
         A backend may record these calls once and replay them.
         """
-        residual = self._enter(ops, batch)  # [N, H]
+        rank_exchange, shape = self.rank_exchange, (self.spec.hidden_size, self.xp.float32)
+        received: X | None = None
+        if not self.is_first_stage:
+            received = ops.call(batch, rank_exchange.receive, (), *shape)
+        out = self.stage(ops, batch, view, received)
+        return out if self.is_last_stage else ops.call(batch, rank_exchange.send, (out,), *shape)
+
+    def stage(
+        self,
+        ops: Operations[X],
+        batch: ForwardBatch,
+        view: KvcacheView,
+        received: X | None = None,
+    ) -> X:
+        """Compute the layers held here, as `trunk` between its messages.
+
+        Args:
+            received: Residual stream [N, H] of the previous stage, float32. None: first stage.
+
+        Returns:
+            The rows after the last norm, or the residual stream for the next stage.
+        """
+        residual = self._embed(ops, batch) if received is None else received  # [N, H]
         step = Step(
             ops=ops,
             batch=batch,
@@ -377,21 +400,18 @@ class Decoder:
         return {each: ops.plan_attention(batch, view.block_size, each) for each in windows}
 
     def _leave(self, step: Step[X], x: X | None, residual: X) -> X:
-        """Return the rows after the last norm, or the residual stream for the next stage."""
-        ops, scale, hidden = step.ops, self.spec.residual_scale, self.spec.hidden_size
+        """Return the result of `stage` after its last layer."""
+        ops, scale = step.ops, self.spec.residual_scale
         if self.is_last_stage:
             normed, residual = ops.rms_norm(x, residual, self.norm, scale)
-            step.tapped(self.spec.num_layers, residual, hidden)
+            step.tapped(self.spec.num_layers, residual, self.spec.hidden_size)
             return normed
         _, residual = ops.rms_norm(x, residual, self.not_rounded, scale)
-        send = self.rank_exchange.send
-        return ops.call(step.batch, send, (residual,), hidden, self.xp.float32)
+        return residual
 
-    def _enter(self, ops: Operations[X], batch: ForwardBatch) -> X:
-        """Return the residual stream before the first layer held here."""
+    def _embed(self, ops: Operations[X], batch: ForwardBatch) -> X:
+        """Return the residual stream before the first layer of the model."""
         rank_exchange, hidden = self.rank_exchange, self.spec.hidden_size
-        if not self.part.position.is_first_stage:
-            return ops.call(batch, rank_exchange.receive, (), hidden, self.xp.float32)
         weight = self.params["embed"]
         if rank_exchange.tensor is None:
             return self._embedded(ops, ops.embed(batch.input_ids, weight, self.embed_scale))

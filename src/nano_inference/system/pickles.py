@@ -220,8 +220,8 @@ class _Reader:
 
 def _keys(keys: list[Any]) -> list[Any]:
     # hashing nested tuples may take time that is exponential in the length of the pickle
-    if not all(type(key) in (str, int) for key in keys):
-        raise TypeError("a key is neither a string nor an integer")
+    if not all(type(key) in (str, int, Named) for key in keys):
+        raise TypeError("a key is neither a string, an integer nor a name")
     return keys
 
 

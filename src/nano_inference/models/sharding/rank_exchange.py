@@ -166,7 +166,11 @@ class RankExchange:
         out.copy_(rows)
 
     def send(self, _batch: ForwardBatch, out: Tensor, residual: Tensor) -> None:
+        """Pass on the residual stream [N, H], and return it."""
+        self.pass_on(residual)
+        out.copy_(residual)
+
+    def pass_on(self, residual: Tensor) -> None:
         """Send the residual stream [N, H] to the next stage, without waiting for its arrival."""
         assert self.pipeline is not None
         self.pipeline.send(residual.clone(), self.part.position.stage + 1)
-        out.copy_(residual)

@@ -1,8 +1,8 @@
 """Routes that prime-rl adds to vLLM's. Adapters over `server/control`.
 
-Its trainer writes weights to a folder, or broadcasts them. Its own broadcast describes tensors by
-pickles, which are not supported. So a broadcaster that is joined must use `WeightSender`'s format
-(`nano_inference.weights.transports`).
+Its trainer writes weights to a folder, or broadcasts them over a group of vLLM's PyNccl, described
+by pickles of which nothing is executed (`weights/transports/layer_pickles.py`). An engine on a CPU
+joins a group of `torch.distributed` instead, over which `WeightSender` sends.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ def routes(router: APIRouter, server: Server) -> None:
             fields.port,
             rank=1 + fields.rank_offset,
             world_size=1 + fields.inference_world_size,
+            pynccl=True,
             timeout=fields.timeout,
         )
         return {"status": "ok"}

@@ -23,7 +23,13 @@ from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.weights.sources import BUCKET_BYTES, in_groups
 from nano_inference.weights.transports.addresses import Address, url_of
 from nano_inference.weights.transports.broadcast import GroupReceiver, check_ranks
-from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes, overlapped
+from nano_inference.weights.transports.interface import (
+    Deadline,
+    Incoming,
+    Shapes,
+    WeightTransport,
+    overlapped,
+)
 from nano_inference.weights.transports.rendezvous import (
     check_backend,
     default_room,
@@ -79,15 +85,15 @@ class TrainerGroup:
         """
         return self._watch is None or is_open(self._watch)
 
-    def stream(self, memory: ReusedMemory) -> GroupReceiver:
-        """Return a receiver of the updates that `WeightSender.over` sends over this group. Raises
-        `WeightUpdateError` for a group of PyNccl.
+    def stream(self, memory: ReusedMemory) -> WeightTransport:
+        """Return a receiver of updates that describe themselves: those of `WeightSender.over`, or
+        prime-rl's over a group of PyNccl.
         """
-        if not isinstance(self.group, ProcessGroup):
-            raise WeightUpdateError(
-                "a stream of weights needs a torch.distributed group, not one of PyNccl."
-            )
-        return GroupReceiver(self.group, self.group.device, memory)
+        if isinstance(self.group, ProcessGroup):
+            return GroupReceiver(self.group, self.group.device, memory)
+        from nano_inference.weights.transports.layer_pickles import LayerPickles
+
+        return LayerPickles(self.group, memory)
 
     def close(self) -> None:
         """Leave the group. Transfers in progress fail on every side."""

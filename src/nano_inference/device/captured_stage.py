@@ -1,0 +1,48 @@
+"""`CapturedStage`: the part of a trunk that a pipeline stage captures.
+
+A graph cannot contain a message to another stage, because the host waits for it. So the residual
+stream arrives at a fixed address before a replay, and leaves from the graph's output after it. A
+message has a step's rows without padding, as in an eager step: stages need not agree on graphs.
+"""
+
+import torch
+from torch import Tensor
+
+from nano_inference.device.queues import Captured
+from nano_inference.models.decoder import Decoder
+from nano_inference.ops.batches import ForwardBatch
+from nano_inference.ops.interface import KvcacheView, Operations, X
+
+
+class CapturedStage:
+    """Trunk of a model without its messages, and replays with them.
+
+    Args:
+        model: Model whose trunk is captured.
+        largest: Rows of the largest graph.
+    """
+
+    def __init__(self, model: Decoder, largest: int) -> None:
+        self._model = model
+        self._received: Tensor | None = None
+        if not model.is_first_stage:
+            shape = (largest, model.spec.hidden_size)
+            self._received = torch.zeros(shape, dtype=torch.float32, device=model.device)
+
+    def trunk(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView) -> X:
+        """Compute `Decoder.stage` after the stream that `replay` receives."""
+        received = None if self._received is None else self._received[: len(batch.input_ids)]
+        return self._model.stage(ops, batch, view, received)
+
+    def replay(self, graph: Captured, batch: ForwardBatch) -> Tensor:
+        """Replay a captured trunk, and return the rows of a batch without its padding: [N, H],
+        valid until the next replay.
+        """
+        exchange, rows = self._model.rank_exchange, len(batch.input_ids)
+        if self._received is not None:
+            exchange.receive(batch, self._received[:rows])
+        graph.replay()
+        out = graph.output[:rows]
+        if not self._model.is_last_stage:
+            exchange.pass_on(out)
+        return out
