@@ -596,6 +596,16 @@ CASES = {
             "best two of a group": routing_with(group_best=1),
         },
     ),
+    "glm4-moe-lite": Case(
+        "Glm4MoeLiteForCausalLM",
+        LATENTS | {"mlp_layer_types": ["sparse", "dense", "sparse"], "rms_norm_eps": 1e-3},
+        LATENT_FEATURES
+        | {
+            "scores": routing_with(scores="softmax"),
+            "correction bias": moe_with(bias=None),
+            "scale of experts": routing_with(scale=1.0),
+        },
+    ),
     "ernie4.5-moe": Case(
         "Ernie4_5_MoeForCausalLM",
         {

@@ -97,6 +97,7 @@ _KINDS: Mapping[str, _Kind] = {
     "hidden_activation": _NAME,
     "eos_token_id": _ENDS,
     "layer_types": _NAMES,
+    "mlp_layer_types": _NAMES,
     "use_sliding_window": _SWITCH,
     "sliding_window": _whole(0, 2**31 - 1),
     "sliding_window_pattern": _PATTERN,

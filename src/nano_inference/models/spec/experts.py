@@ -208,11 +208,19 @@ def _scaling(config: Config) -> float:
 
 
 def _deepseek(config: Config, num_layers: int, routing: Routing) -> MoeSpec | None:
-    """Read experts in all layers but the first ones, with shared experts merged into one."""
-    dense, inner = (
-        int(config.get("first_k_dense_replace") or 0),
-        whole(config, "moe_intermediate_size"),
-    )
+    """Read experts in all layers but the first ones, or in the listed ones, with shared experts
+    merged into one.
+    """
+    inner, kinds = whole(config, "moe_intermediate_size"), config.get("mlp_layer_types")
+    dense = int(config.get("first_k_dense_replace") or 0)
+    layers = tuple(layer >= dense for layer in range(num_layers))
+    if kinds is not None:
+        layers = tuple(kind == "sparse" for kind in kinds)
+        if len(layers) != num_layers or not {*kinds} <= {"dense", "sparse"}:
+            raise ModelLoadError(
+                f"config.json has mlp_layer_types={kinds!r:.100}; it must name 'dense' or 'sparse' "
+                f"for each of {num_layers} layers."
+            )
     if int(config.get("moe_layer_freq") or 1) != 1:
         raise ModelLoadError(
             f"config.json has moe_layer_freq={config['moe_layer_freq']!r}; it must be 1."
@@ -223,7 +231,7 @@ def _deepseek(config: Config, num_layers: int, routing: Routing) -> MoeSpec | No
             whole(config, "n_routed_experts"),
             inner,
             routing,
-            tuple(layer >= dense for layer in range(num_layers)),
+            layers,
             shared=SharedExpertSpec(shared * inner, "mlp.shared_experts") if shared else None,
         )
     )

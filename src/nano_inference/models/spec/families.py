@@ -421,6 +421,7 @@ ARCHITECTURES: dict[str, Family] = {
     "OlmoeForCausalLM": Family(qk_norm="full", moe=olmoe_experts),
     "DeepseekV2ForCausalLM": replace(_LATENT, moe=deepseek_v2_experts),
     "DeepseekV3ForCausalLM": replace(_LATENT, moe=deepseek_v3_experts, mtp=DEEPSEEK),
+    "Glm4MoeLiteForCausalLM": replace(_LATENT, moe=deepseek_v3_experts, mtp=DEEPSEEK),
     "GraniteMoeForCausalLM": Family(scales=_granite_scales, moe=granite_experts),
     "ApertusForCausalLM": Family(
         qk_norm="head",
