@@ -4,7 +4,7 @@ its machine.
 
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -719,8 +719,11 @@ def speculation(
         str, typer.Option(help="Engines to compare.")
     ] = "nano-inference,vllm,llama.cpp",
     temperature: Annotated[
-        float, typer.Option(help="Temperature of the part peers. 0: greedy.", min=0.0)
+        float, typer.Option(help="Temperature of all samples. 0: greedy.", min=0.0)
     ] = 1.0,
+    codes: Annotated[
+        str, typer.Option(help="Quantization of the drafts of --source mtp, such as int8.")
+    ] = "",
     vllm_dtype: Annotated[
         str,
         typer.Option(help="Dtype of vLLM. Default: --dtype. Without AVX-512, float32 is faster."),
@@ -750,13 +753,17 @@ def speculation(
     beside = names(engines, tuple(drafts.SETTINGS))
     rows = []
     if "own" in chosen:
-        rows += measure(options, source, picked)
+        warm = tuple(
+            replace(task, params=task.params | {"temperature": temperature}) for task in picked
+        )
+        rows += measure(options, source, warm, codes or None)
     if "peers" in chosen:
         # stops the engines at the end
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         found = streams(model, picked, temperature)
         rows += drafts.measure(options, found, beside, vllm_dtype or dtype, cache or install.CACHE)
-    write("speculation", rows, asdict(options) | {"source": source}, out, model)
+    how = {"source": source, "codes": codes, "temperature": temperature}
+    write("speculation", rows, asdict(options) | how, out, model)
 
 
 @app.command()

@@ -56,7 +56,7 @@ def prompts() -> list[str]:
 
 
 def trained_model(folder: Path, source: Path) -> Path:
-    """Return the folder of the model, trained at its first use (40 minutes on two cores)."""
+    """Return the folder of the model, trained at its first use (50 minutes on two cores)."""
     if (folder / "model.safetensors").exists():
         return folder
     untrained = folder.with_name(f"{folder.name}-untrained")

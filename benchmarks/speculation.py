@@ -142,20 +142,24 @@ class Turn:
     steps: int = 0
 
 
-def measure(options: Options, source: str, tasks: tuple[Task, ...] = TASKS) -> list[Row]:
+def measure(
+    options: Options, source: str, tasks: tuple[Task, ...] = TASKS, codes: str | None = None
+) -> list[Row]:
     """Return a row per task with the speedup by drafts.
 
     Args:
         options: Options of the engines.
         source: Source of the drafts, `EngineConfig.speculation` or `"mtp"`.
         tasks: Tasks to run.
+        codes: Quantization of the drafts of `"mtp"`. None: plain weights.
     """
     rows: list[Row] = []
     with ExitStack() as stack:
         sizes = {"max_batch_size": 64, "max_model_len": 1024, "kv_cache_memory": 1 << 30}
         plain = stack.enter_context(opened(options, **sizes))
         setting = "draft_model" if source == MTP else "speculation"
-        drafted = stack.enter_context(opened(options, **sizes, **{setting: source}))
+        drafts = {setting: source} | ({"draft_quantization": codes} if codes else {})
+        drafted = stack.enter_context(opened(options, **sizes, **drafts))
         for engine in (plain, drafted):
             engine.generate(CODES[0], SamplingParams(max_tokens=8), progress=False)
         for task in tasks:

@@ -90,6 +90,20 @@ def test_unsupported_latent_fields_are_rejected(changes: dict[str, Any], problem
         spec_from_config(config(**changes))
 
 
+def test_glm_layers_with_experts_are_listed_or_all_but_the_first() -> None:
+    glm = {"architectures": ["Glm4MoeLiteForCausalLM"], "first_k_dense_replace": None}
+    for kinds, layers in (
+        (None, (False, True, True)),
+        (["sparse", "dense", "sparse"], (True, False, True)),
+    ):
+        moe = spec_from_config(config(**glm, mlp_layer_types=kinds)).moe
+        assert moe is not None
+        assert moe.layers == layers
+    for wrong in (["dense"], ["dense", "sparse", "latent"]):
+        with pytest.raises(ModelLoadError, match=r"must name 'dense' or 'sparse' for each of 3"):
+            spec_from_config(config(**glm, mlp_layer_types=wrong))
+
+
 def test_multi_token_prediction_layers_are_not_read(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     further = {"model.layers.3.eh_proj.weight": torch.ones(64, 128)}

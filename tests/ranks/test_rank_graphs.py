@@ -83,6 +83,7 @@ def test_ranks_replay_graphs(
         ("llama", {"pipeline_parallel": 2}, True),
         ("llama", {"tensor_parallel": 2, "cuda_graphs": False}, False),
         ("mixtral", {}, True),
+        ("mixtral", {"pipeline_parallel": 2}, True),
         ("mixtral", {"tensor_parallel": 2}, False),
         ("mixtral", {"expert_parallel": 2}, False),
     ],

@@ -19,7 +19,8 @@ from nano_inference.checkpoints.lora import AdapterMemory, LoraSettings, pairs_o
 from nano_inference.device.adapters import blank_adapter, columns_of, most_parts, reserved_bytes
 from nano_inference.device.cuda_runner import CudaRunner
 from nano_inference.models.sharding.shard import shard_of
-from nano_inference.ops.cuda.lora import are_aligned, bounds_of
+from nano_inference.ops.cuda.lora import GroupedLora, are_aligned, bounds_of
+from nano_inference.ops.cuda.lora import placed as lora_placed
 from nano_inference.ops.lora import HEAD, placed
 from nano_inference.parallel.mesh import Mesh, Place
 from tests.device.test_cuda_runner import bare
@@ -98,6 +99,12 @@ def life(engine: InferenceEngine, folder: Path) -> list[TrainingSample]:
     loaded(engine, folder)
     add(engine, "whole", "layers", None)
     samples = drain(engine)
+    engine.unload_adapter("whole")  # the first stage has no part of an adapter of the head
+    engine.load_adapter("head", matrices(folder, 2, ("lm_head",)), LoraSettings(alpha=8.0))
+    add(engine, "head", "layers", None)
+    samples += drain(engine)
+    engine.unload_adapter("head")
+    engine.load_adapter("whole", matrices(folder, 1), LoraSettings(alpha=8.0))
     engine.load_adapter("layers", matrices(folder, 5), LoraSettings(alpha=8.0))
     add(engine, "layers", "layers", "whole")
     samples += drain(engine)
@@ -127,6 +134,24 @@ def test_adapters_on_ranks_match_the_reference(
     for runner in runners:
         assert runner.num_replays > 5
         assert runner.num_trunk_replays > 1
+
+
+def test_adapter_without_a_part_has_no_address(folder: Path) -> None:
+    """A table in host memory would be read on the card."""
+    spec = load_spec(folder)
+    pairs = pairs_of(matrices(folder, 2, ("lm_head",)), LoraSettings(), spec, 8)
+    lora = GroupedLora()
+    addresses = [
+        lora.addresses(
+            [
+                AdapterMemory(shard_of(spec, Place(Mesh(1, 2), rank)), "cpu", lora_placed)
+                .make("own", 1, pairs)
+                .adapter
+            ]
+        )
+        for rank in range(2)
+    ]
+    assert [bool(each[0]) for each in addresses] == [False, True]
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2), Mesh(1, 2), Mesh(2, 2)])

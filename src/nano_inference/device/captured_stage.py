@@ -1,8 +1,8 @@
 """`CapturedStage`: the part of a trunk that a pipeline stage captures.
 
-A graph cannot contain a message to another stage, because the host waits for it. So the residual
-stream arrives at a fixed address before a replay, and leaves from the graph's output after it. A
-message has a step's rows without padding, as in an eager step: stages need not agree on graphs.
+Messages between stages stay outside of graphs: a message has a step's rows, a graph a padded number
+of rows, and one stage may replay a step that another computes eagerly. So the residual stream
+arrives at a fixed address before a replay, and leaves from the graph's output after it.
 """
 
 import torch

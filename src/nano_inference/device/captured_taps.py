@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import EngineConfig
-from nano_inference.device.trunk_graphs import MOST_ROWS
+from nano_inference.device.trunk_graphs import largest_graph
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.taps import Taps
 from nano_inference.ops.batches import ForwardBatch
@@ -50,6 +50,5 @@ class CapturedTaps(Taps):
 
 def taps_of(config: EngineConfig, layers: Sequence[int], model: Decoder) -> CapturedTaps:
     """Return the taps of an engine whose steps are captured."""
-    rows = config.max_tokens_per_batch
-    largest = max(min(rows, MOST_ROWS), min(config.scheduler.max_draws, rows))
+    largest = largest_graph(config.scheduler.max_draws, config.max_tokens_per_batch)
     return CapturedTaps(layers, largest, model)

@@ -195,7 +195,7 @@ class DecodeGraph(NamedTuple):
     """
 
     inputs: StepInputs
-    forward: Captured  # output: hidden rows [size, H], valid until the next forward
+    forward: Captured  # output: rows of `Decoder.stage` [size, H], valid until the next forward
     draws: dict[DrawKind, Captured]  # none, unless the rank has the last layers
 
 
@@ -241,7 +241,9 @@ class DecodeGraphs:
         self._inputs = torch.zeros(num_words, dtype=torch.int64, device=model.device)
 
     def forward(self, batch: ForwardBatch) -> tuple[DecodeGraph, Tensor]:
-        """Compute a batch of single rows. Return its graph and rows after the last norm [N, H]."""
+        """Compute a batch of single rows. Return its graph, and the rows of `Decoder.stage` [N, H]:
+        valid until the next forward.
+        """
         size = self.sizes[bisect_left(self.sizes, len(batch.input_ids))]
         graph = self._graphs(size)[bool(batch.adapters)]
         self.storage.update_units()

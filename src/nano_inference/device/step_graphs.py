@@ -10,7 +10,7 @@ from nano_inference.device.graphs import DecodeGraphs, DrawResults
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import HostQueue
 from nano_inference.device.step_buffers import Uploads
-from nano_inference.device.trunk_graphs import MOST_ROWS, TrunkGraphs
+from nano_inference.device.trunk_graphs import TrunkGraphs, largest_graph
 from nano_inference.models.decoder import Decoder
 
 PROBED = 2  # graphs of a kind, after its largest, whose memory stands for that of all others
@@ -90,7 +90,7 @@ def graphs_of(
 ) -> StepGraphs:
     """Return an engine's graphs, none of them captured yet. `results` are those of its draws."""
     parts, adapters = (model, storage, queue, uploads), CapturedAdapters(model, limits.lora_rank)
-    stage = CapturedStage(model, max(results.largest, min(limits.rows, MOST_ROWS)))
+    stage = CapturedStage(model, largest_graph(limits.draws, limits.rows))
     return StepGraphs(
         DecodeGraphs(*parts, results, adapters, stage, max_blocks=limits.blocks),
         TrunkGraphs(

@@ -47,11 +47,16 @@ def trunk_sizes(largest: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in sizes if size < largest} | {largest} - {0, 1}))
 
 
+def largest_graph(draws: int, rows: int) -> int:
+    """Return the rows of an engine's largest graph, for its most draws and most rows of a step."""
+    return max(min(draws, rows), min(rows, MOST_ROWS))
+
+
 class TrunkGraph(NamedTuple):
     """Graph of one number of rows, for steps without or with adapters."""
 
     inputs: StepInputs
-    forward: Captured  # output: hidden rows [size, H], valid until the next forward
+    forward: Captured  # output: rows of `Decoder.stage` [size, H], valid until the next forward
 
 
 class TrunkGraphs:
@@ -101,7 +106,7 @@ class TrunkGraphs:
         return None
 
     def forward(self, batch: ForwardBatch, size: int) -> Tensor:
-        """Compute a batch with the graph of a size. Return rows after the last norm [N, H]."""
+        """Compute a batch with the graph of a size. Return the rows of `Decoder.stage` [N, H]."""
         graph = self._graph(size, bool(batch.adapters))
         self.storage.update_units()
         graph.inputs.write(batch, self._uploads, self._adapters.addresses(batch))

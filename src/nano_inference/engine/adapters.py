@@ -243,11 +243,8 @@ class Adapters:
         self, adapter: Adapter, pairs: Mapping[str, Pair], info: AdapterInfo, kv_policy: KvPolicy
     ) -> AdapterInfo:
         if self._ranks is not None:
-            # the caller may change its matrices afterwards
-            pairs = {
-                key: Pair(a.detach().float().clone(), b.detach().float().clone(), scale)
-                for key, (a, b, scale) in pairs.items()
-            }
+            # the caller may change its matrices afterwards, and a card has no room for them
+            pairs = {key: Pair(_kept(a), _kept(b), scale) for key, (a, b, scale) in pairs.items()}
             self._ranks.give(adapter, pairs)
         with self._shared.lock:
             self._require_apart(info.name)
@@ -455,6 +452,11 @@ class Merging:
             raise AdapterError(
                 f"adapter {name!r} cannot be merged during a weight update; wait for the update."
             )
+
+
+def _kept(matrix: Tensor) -> Tensor:
+    """Return a copy on the CPU, float32."""
+    return matrix.detach().to(device="cpu", dtype=namespace(matrix).float32, copy=True)
 
 
 def merged(weight: Tensor, pair: Pair) -> Tensor:

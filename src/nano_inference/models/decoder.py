@@ -338,7 +338,7 @@ class Decoder:
         return None if group is None else SharedContext(group, self.ops, self.spec)
 
     def _hidden(self, batch: ForwardBatch, view: KvcacheView) -> Tensor:
-        """Compute all rows after the last norm, [N, H], valid until the next call."""
+        """Compute the rows of `stage`, [N, H], valid until the next call."""
         if batch.adapters and self.ops.step_adapters is not None:
             batch = self.ops.step_adapters.group(batch)
         if self.ops.compile is None:

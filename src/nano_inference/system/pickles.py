@@ -12,6 +12,7 @@ from typing import Any
 
 from nano_inference.errors import InvalidRequest
 
+FIRST_BYTE = b"\x80"  # every pickle since protocol 2 begins with it
 MOST_BYTES = 2**26  # limit of a pickle
 _MOST_NAME = 200  # characters of a rejected name in an error message
 

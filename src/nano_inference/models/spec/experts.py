@@ -183,10 +183,24 @@ def deepseek_v2_experts(config: Config, num_layers: int) -> MoeSpec | None:
     return _deepseek(config, num_layers, routing)
 
 
-def deepseek_v3_experts(config: Config, num_layers: int) -> MoeSpec | None:
+def glm4_moe_lite_experts(config: Config, num_layers: int) -> MoeSpec | None:
+    """Read the experts of `deepseek_v3_experts` in the listed layers, or in all but the first."""
+    kinds = config.get("mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
+    if len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
+        raise ModelLoadError(
+            f"config.json has mlp_layer_types={kinds!r:.100}; it must name 'dense' or 'sparse' for "
+            f"each of {num_layers} layers."
+        )
+    return deepseek_v3_experts(config, num_layers, tuple(kind == "sparse" for kind in kinds))
+
+
+def deepseek_v3_experts(
+    config: Config, num_layers: int, layers: tuple[bool, ...] | None = None
+) -> MoeSpec | None:
     """Read experts with sigmoid scores and a selection bias.
 
-    A group's score is the sum of its two highest scores.
+    A group's score is the sum of its two highest scores. `layers` is True for each layer with
+    experts. None: all but the first ones have them.
     """
     routing = Routing(
         whole(config, "num_experts_per_tok"),
@@ -198,7 +212,7 @@ def deepseek_v3_experts(config: Config, num_layers: int) -> MoeSpec | None:
         groups_kept=int(config.get("topk_group") or 1),
         group_best=2,
     )
-    moe = _deepseek(config, num_layers, routing)
+    moe = _deepseek(config, num_layers, routing, layers)
     name = "gate.e_score_correction_bias"
     return moe and replace(moe, bias=name, bias_shape=(moe.num_experts,))
 
@@ -207,20 +221,16 @@ def _scaling(config: Config) -> float:
     return float(config.get("routed_scaling_factor", 1.0))
 
 
-def _deepseek(config: Config, num_layers: int, routing: Routing) -> MoeSpec | None:
-    """Read experts in all layers but the first ones, or in the listed ones, with shared experts
-    merged into one.
+def _deepseek(
+    config: Config, num_layers: int, routing: Routing, layers: tuple[bool, ...] | None = None
+) -> MoeSpec | None:
+    """Read experts in all layers but the first ones, or in these layers, with shared experts merged
+    into one.
     """
-    inner, kinds = whole(config, "moe_intermediate_size"), config.get("mlp_layer_types")
-    dense = int(config.get("first_k_dense_replace") or 0)
-    layers = tuple(layer >= dense for layer in range(num_layers))
-    if kinds is not None:
-        layers = tuple(kind == "sparse" for kind in kinds)
-        if len(layers) != num_layers or not {*kinds} <= {"dense", "sparse"}:
-            raise ModelLoadError(
-                f"config.json has mlp_layer_types={kinds!r:.100}; it must name 'dense' or 'sparse' "
-                f"for each of {num_layers} layers."
-            )
+    inner = whole(config, "moe_intermediate_size")
+    if layers is None:
+        dense = int(config.get("first_k_dense_replace") or 0)
+        layers = tuple(layer >= dense for layer in range(num_layers))
     if int(config.get("moe_layer_freq") or 1) != 1:
         raise ModelLoadError(
             f"config.json has moe_layer_freq={config['moe_layer_freq']!r}; it must be 1."

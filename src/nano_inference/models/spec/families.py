@@ -16,6 +16,7 @@ from nano_inference.models.spec.experts import (
     deepseek_v3_experts,
     ernie_experts,
     gemma4_experts,
+    glm4_moe_lite_experts,
     gpt_oss_experts,
     granite_experts,
     mixtral_experts,
@@ -421,7 +422,7 @@ ARCHITECTURES: dict[str, Family] = {
     "OlmoeForCausalLM": Family(qk_norm="full", moe=olmoe_experts),
     "DeepseekV2ForCausalLM": replace(_LATENT, moe=deepseek_v2_experts),
     "DeepseekV3ForCausalLM": replace(_LATENT, moe=deepseek_v3_experts, mtp=DEEPSEEK),
-    "Glm4MoeLiteForCausalLM": replace(_LATENT, moe=deepseek_v3_experts, mtp=DEEPSEEK),
+    "Glm4MoeLiteForCausalLM": replace(_LATENT, moe=glm4_moe_lite_experts, mtp=DEEPSEEK),
     "GraniteMoeForCausalLM": Family(scales=_granite_scales, moe=granite_experts),
     "ApertusForCausalLM": Family(
         qk_norm="head",

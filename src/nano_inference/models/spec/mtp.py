@@ -50,7 +50,7 @@ QWEN = MtpSpec(
     project="mtp.fc.weight",
     norm="mtp.norm.weight",
 )
-# DeepSeek-V3 and GLM-4.5: one layer more than `num_hidden_layers`
+# DeepSeek-V3, GLM-4.5 and GLM-4.7-Flash: one layer more than `num_hidden_layers`
 DEEPSEEK = MtpSpec(
     prefix="model.layers.{last}.",
     layer="model.layers.{last}",

@@ -156,16 +156,16 @@ class GroupedLora:
         return replace(batch, adapters=(self._groups(batch),))
 
     def addresses(self, adapters: Sequence[Adapter]) -> np.ndarray:
-        """Return the addresses of the adapters' tables, int64 [len(adapters)].
+        """Return the addresses of the adapters' tables, int64 [len(adapters)], and 0 for an adapter
+        that changes no product of this rank.
 
         A table is made on first use, and again after products were captured that it lacks.
         """
         names = {name for adapter in adapters for name in adapter.parts}
         for name in sorted(names):  # before the first table is made
             self._sites.number(name)
-        return np.array(
-            [self._table(adapter).words.data_ptr() for adapter in adapters], dtype=np.int64
-        )
+        tables = (self._table(each).words.data_ptr() if each.parts else 0 for each in adapters)
+        return np.array([*tables], dtype=np.int64)
 
     def _groups(self, rows: Adapted) -> Groups:
         num_rows, first = len(rows.row_adapters), rows.adapters[0]
@@ -196,8 +196,8 @@ class GroupedLora:
                 matrices += (a, b)
             if len(parts) > MOST_PARTS:
                 raise NotImplementedError(f"an adapter has {len(parts)} parts of {name}.")
-        device = matrices[0].device if matrices else torch.device("cpu")
-        return _Table(_sent(torch.from_numpy(words.reshape(-1)), device), matrices)
+        words_here = _sent(torch.from_numpy(words.reshape(-1)), matrices[0].device)
+        return _Table(words_here, matrices)
 
 
 def bounds_of(products: Iterable[Sequence[LoraPart]]) -> LoraBounds:
@@ -223,6 +223,8 @@ def placed(places: Sequence[Place]) -> Callable[[Sequence[Tensor]], int]:
     def write(sources: Sequence[Tensor]) -> int:
         for (out, turned), source in zip(places, sources, strict=True):
             (out.T if turned else out).copy_(source)
+        if not places:
+            return -1
         finite = torch.stack([out.isfinite().all() for out, _ in places]).tolist()
         return next((index for index, passed in enumerate(finite) if not passed), -1)
 

@@ -205,8 +205,8 @@ class Updates:
         return await self._receive("receive_broadcast", timeout, [arguments])
 
     async def receive_stream(self, group: str) -> Received:
-        """Receive weights from `nano_inference`'s `WeightSender`, which describes them and may name
-        their version.
+        """Receive weights with their description: from `nano_inference`'s `WeightSender`, which may
+        name their version, or from prime-rl's trainer over PyNccl.
         """
         return await self._receive("receive_stream", None, [{"group": group}])
 

@@ -14,7 +14,6 @@ from nano_inference.server.control.requests.field_types import TensorSpec
 from nano_inference.server.errors import bad_request, shown
 from nano_inference.system.pickles import Called, Named, read_pickle
 
-PICKLE = b"\x80"  # first byte of every pickle since protocol 2
 _SIZES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 _REBUILD = (
     "torch.multiprocessing.reductions.rebuild_cuda_tensor",

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from nano_inference.errors import InvalidRequest, WeightUpdateError
-from nano_inference.system.pickles import Called, Named, read_pickle
+from nano_inference.system.pickles import FIRST_BYTE, Called, Named, read_pickle
 from nano_inference.weights.transports import wire
 from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes
 from nano_inference.weights.transports.reuse import ReusedMemory
-from nano_inference.weights.transports.trainer_broadcasts import Broadcasts
+from nano_inference.weights.transports.trainer_broadcasts import Broadcasts, unpacked
 
 WHAT = "the trainer's description of its weights"
 _SIZE = "torch.Size"
 _DTYPES = tuple(f"torch.{name}" for name in wire.DTYPES)
 _KNOWN = (_SIZE, *_DTYPES)
-_PICKLE = b"\x80"  # first byte of a pickle
 
 
 class LayerPickles:
@@ -41,14 +40,18 @@ class LayerPickles:
         self._group, self._memory = group, memory
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
-        """Wait for an update to begin. Raises `WeightUpdateError`."""
-        count = self._number("the number of parts", deadline)
-        if not 1 <= count <= len(shapes) + 1:
-            raise WeightUpdateError(
-                f"the trainer announced {count} parts for a model of {len(shapes)} tensors; send "
-                "a part for each layer and one for all other tensors, as prime-rl does."
-            )
-        return Incoming(None, self._parts(count, shapes, deadline))
+        """Wait for an update to begin. Raises `WeightUpdateError`. An error ends the group."""
+        try:
+            count = self._number("the number of parts", deadline)
+            if not 1 <= count <= len(shapes) + 1:
+                raise WeightUpdateError(
+                    f"the trainer announced {count} parts for a model of {len(shapes)} tensors; "
+                    "send a part for each layer and one for all other tensors, as prime-rl does."
+                )
+        except BaseException:
+            self.close()
+            raise
+        return Incoming(None, self._buckets(count, shapes, deadline))
 
     def close(self) -> None:
         """Leave the group. Bytes sent but not received would otherwise be mistaken for the next
@@ -56,6 +59,15 @@ class LayerPickles:
         """
         self._memory.forget()
         self._group.close()
+
+    def _buckets(
+        self, count: int, shapes: Shapes, deadline: Deadline
+    ) -> Iterator[dict[str, Tensor]]:
+        try:
+            yield from self._parts(count, shapes, deadline)
+        except BaseException:
+            self.close()
+            raise
 
     def _parts(self, count: int, shapes: Shapes, deadline: Deadline) -> Iterator[dict[str, Tensor]]:
         """Yield the tensors of one dtype and part after the other."""
@@ -65,12 +77,13 @@ class LayerPickles:
             size = self._number(f"the length {of_part}", deadline)
             if not 1 <= size <= wire.most_bytes(shapes):
                 raise WeightUpdateError(
-                    f"{WHAT} {of_part} has {size} bytes; it may have {wire.most_bytes(shapes)}."
+                    f"{WHAT} {of_part} has {size} bytes; it must have 1 to "
+                    f"{wire.most_bytes(shapes)}: send only the model's tensors."
                 )
             content = self._received(size, f"the description {of_part}", deadline)
             for infos in described(bytes(content.cpu().numpy()), shapes, seen):
                 flat = self._received(sum(each.nbytes for each in infos), of_part, deadline)
-                yield _unpacked(infos, flat)
+                yield unpacked(infos, flat)
         if not seen:
             raise WeightUpdateError("the trainer sent an empty update; send at least one tensor.")
 
@@ -89,7 +102,7 @@ def described(content: bytes, shapes: Shapes, seen: set[str]) -> list[list[wire.
 
     `seen` holds the names of earlier parts, and gets these names. Raises `WeightUpdateError`.
     """
-    if content[:1] != _PICKLE:
+    if content[:1] != FIRST_BYTE:
         raise WeightUpdateError(f"{WHAT} is not a pickle, as prime-rl's is.")
     try:
         by_dtype = read_pickle(content, _KNOWN, WHAT)
@@ -107,8 +120,7 @@ def described(content: bytes, shapes: Shapes, seen: set[str]) -> list[list[wire.
         for info, (_, _, count) in zip(infos, triples, strict=True):
             if count != prod(info.shape):
                 raise WeightUpdateError(
-                    f"{info.name!r} has {prod(info.shape)} elements by its shape, and {count} by "
-                    "the trainer's count."
+                    f"the trainer's count of {info.name!r} is not its {prod(info.shape)} elements."
                 )
         if infos:
             groups.append(infos)
@@ -139,12 +151,3 @@ def _other_form() -> WeightUpdateError:
         f"{WHAT} has another form than prime-rl's: a dict of dtypes, each with a list of names, "
         "shapes and numbers of elements."
     )
-
-
-def _unpacked(infos: list[wire.TensorInfo], flat: Tensor) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    start = 0
-    for info in infos:
-        tensors[info.name] = wire.tensor_of(info, flat[start : start + info.nbytes])
-        start += info.nbytes
-    return tensors

@@ -262,7 +262,7 @@ class TrainerBroadcasts:
             self._joined.group.wait([work], _named(run), deadline)
             if bucket.mark is not None:
                 _require_size(bucket.flat, start, stop, bucket.mark, _named(run))
-            tensors |= _unpacked(run, bucket.flat[start:stop])
+            tensors |= unpacked(run, bucket.flat[start:stop])
         return tensors
 
 
@@ -320,7 +320,8 @@ def _require_size(flat: Tensor, start: int, stop: int, mark: Tensor, what: str) 
         )
 
 
-def _unpacked(run: Run, flat: Tensor) -> dict[str, Tensor]:
+def unpacked(run: Run, flat: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of a run from its bytes, uint8."""
     tensors: dict[str, Tensor] = {}
     at = 0
     for info in run:

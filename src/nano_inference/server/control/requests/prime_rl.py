@@ -36,7 +36,7 @@ class Join(ControlRequest):
         Text,
         only(
             ("default",),
-            "NIXL (session_id) is not supported; use the filesystem or a torch.distributed group.",
+            "NIXL (session_id) is not supported; use the filesystem or NCCL broadcasts.",
         ),
     ] = "default"
     inference_world_size: Annotated[int, whole(1, _MOST_RANKS), INTEGER]

@@ -20,8 +20,9 @@ from nano_inference.server.control.requests.sglang import (
     UpdateFromTensor,
 )
 from nano_inference.server.errors import ApiError, bad_request
-from nano_inference.server.trainers.handles import PICKLE, offers_of_json, offers_of_sglang
+from nano_inference.server.trainers.handles import offers_of_json, offers_of_sglang
 from nano_inference.server.trainers.reading import only_file
+from nano_inference.system.pickles import FIRST_BYTE
 
 DIALECT = "SGLang"
 WHOLE = 1 << 62  # a packed run that never ends: a flattened bucket is one broadcast
@@ -104,7 +105,7 @@ class Weights:
     ) -> dict[str, object]:
         """Answer `POST /update_weights_from_tensor`."""
         updates = self._control.updates
-        if fields.may_lend and all(each[:1] == PICKLE for each in contents):
+        if fields.may_lend and all(each[:1] == FIRST_BYTE for each in contents):
             _require_entries(len(contents), self._control.engine.client.num_engines)
             offers = offers_of_sglang(contents, fields.is_flattened, TENSORS)
             return await self._take(fields, lambda: updates.receive_lent(offers))
