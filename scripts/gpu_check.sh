@@ -67,7 +67,7 @@ for word in ${only//,/ }; do
     [ -n "$found" ] || die "unknown stage $word; --list names them."
 done
 command -v "$python" > /dev/null || die "$python does not exist; name a Python with --python."
-lacking=$("$python" -c 'import importlib.util as find; print(*[name for name in ("torch", "numpy", "psutil", "typer")
+lacking=$("$python" -c 'import importlib.util as find; print(*[name for name in ("torch", "numpy", "psutil", "typer", "ml_dtypes")
 if not find.find_spec(name)])') || die "$python does not run; name another one with --python."
 [ -z "$lacking" ] || die "$python lacks $lacking: install them for it, or name another one with --python."
 

@@ -65,7 +65,11 @@ def find(out: Path, models: Path, *, dry_run: bool) -> list[Need]:
 def packages() -> list[Need]:
     """Check the Python packages."""
     required = dict.fromkeys(
-        ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "typer", "rich"), STAGES
+        (
+            *("torch", "triton", "numpy", "ml_dtypes", "safetensors", "tokenizers"),
+            *("jinja2", "typer", "rich"),
+        ),
+        STAGES,
     )
     optional = {
         "pytest": ("law", "tests"),
