@@ -73,6 +73,7 @@ def packages() -> list[Need]:
     )
     optional = {
         "pytest": ("law", "tests"),
+        "httpx": ("law", "tests"),
         "hypothesis": ("tests",),
         "transformers": ("transformers",),
     }

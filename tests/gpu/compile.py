@@ -854,7 +854,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="WORD", help="calls whose names contain it")
     parser.add_argument("--small", action="store_true", help="what ordinary CI compiles")
     parser.add_argument(
-        "--arch", type=int, nargs="+", default=[90, 80], choices=list(SHARED_MEMORY)
+        "--arch", type=int, nargs="+", default=[100, 90, 80], choices=list(SHARED_MEMORY)
     )
     parser.add_argument("--json", type=Path, metavar="PATH")
     options = parser.parse_args()
