@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.core.sequence import POLICY
-from nano_inference.device import captured_taps, cuda_runner, graphs, trunk_graphs
+from nano_inference.device import cuda_runner, graphs, trunk_graphs
 from nano_inference.device.captured_taps import CapturedTaps
 from nano_inference.models.taps import Taps
 from tests.device.cuda_cases import CheckingQueue, conventional
@@ -122,7 +122,6 @@ def test_taps_of_large_steps_are_eager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: int
 ) -> None:
     """Steps beyond the largest graph, next to replayed ones."""
-    monkeypatch.setattr(captured_taps, "MOST_ROWS", largest)
     monkeypatch.setattr(trunk_graphs, "MOST_ROWS", largest)
     monkeypatch.setattr(trunk_graphs, "trunk_sizes", lambda _largest: (largest,))
     monkeypatch.setattr(graphs, "graph_sizes", lambda most: (min(most, largest), most))

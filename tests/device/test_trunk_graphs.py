@@ -49,7 +49,7 @@ def test_graphs_compute_all_steps_within_bounds(
     nothing: Any = None
     graphs = TrunkGraphs(
         model,  # type: ignore[arg-type]
-        *(nothing, nothing, nothing, nothing, CapturedAdapters(model, 0)),  # type: ignore[arg-type]
+        *(nothing, nothing, nothing, nothing, CapturedAdapters(model, 0), nothing),  # type: ignore[arg-type]
         max_rows=largest,
         max_chunks=most_chunks,
         max_blocks=1,

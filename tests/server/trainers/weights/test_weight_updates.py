@@ -161,7 +161,7 @@ def test_packed_tensors_need_not_be_aligned() -> None:
     }
     sent["c"] = sent["c"].double()
     flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in sent.values()])
-    for name, tensor in trainer_broadcasts._unpacked(run, flat).items():
+    for name, tensor in trainer_broadcasts.unpacked(run, flat).items():
         assert torch.equal(tensor, sent[name])
 
 
