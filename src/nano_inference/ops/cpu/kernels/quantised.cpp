@@ -34,6 +34,13 @@ constexpr int MOST_ROWS = 3;
 constexpr int MOST_ROWS = 1;
 #endif
 
+// Added to unpacked numbers of MXFP4, -12 to 12, if unsigned bytes take fewer instructions. The sums are exact either way.
+#if (defined(NANO_AVX2) || defined(NANO_AVX512)) && !defined(NANO_VNNI)
+constexpr int LIFT = 12, LIFTED_BITS = 5;
+#else
+constexpr int LIFT = 0, LIFTED_BITS = 8;
+#endif
+
 constexpr int MOST_HEIGHT = PADDED > 1 ? LANES : MOST_ROWS;  // rows of a tile, of either kind
 
 // Columns [first, last) of each group. size 0: a group is a segment.
@@ -194,6 +201,7 @@ INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* codes, int64_t 
 template <int BITS_, int64_t GROUP_, Scales SCALES_, bool MINS_, bool TABLE_ = false>
 struct Format {
   static constexpr bool TABLE = TABLE_, SIGNED = BITS_ == 8 || TABLE;
+  static constexpr bool LIFTED = TABLE && SCALES_ == Scales::EXPONENTS && LIFT;  // its numbers, once unpacked
   static constexpr int BITS = BITS_, MIDDLE = SIGNED ? 0 : 1 << (BITS - 1);
   static constexpr int64_t GROUP = GROUP_;
   static constexpr Scales SCALES = SCALES_;
@@ -242,12 +250,12 @@ class PanelSteps {
   const char* at_;
 };
 
-// Return total + the scaled value of the integers of a row and group.
-template <class F>
+// Return total + the scaled value of the integers of a row and group, whose codes are MIDDLE above their numbers.
+template <class F, int MIDDLE = F::MIDDLE>
 INLINE inline Vec add_scaled(Vec total, Vec whole, const Inputs& inputs, int64_t row, int64_t g, Vec scales, const PanelScales<F>& mins) {
   const float sum = float(inputs.total(row, g));
   const Vec own = vset(inputs.scale(row, g));
-  if (F::MIDDLE && !F::MINS) whole = vsub(whole, vset(F::MIDDLE * sum));  // exact: below 2^24
+  if (MIDDLE && !F::MINS) whole = vsub(whole, vset(MIDDLE * sum));  // exact: below 2^24
   total = vadd(total, vmul(whole, vmul(own, scales)));
   if constexpr (F::MINS) total = vsub(total, vmul(vset(sum), vmul(own, mins(g))));
   return total;
@@ -258,22 +266,24 @@ template <int HEIGHT, class F, bool UNPACKED>
 INLINE inline void add_groups(Vec (&totals)[HEIGHT], const Quantised& w, int64_t panel, const int8_t* codes, const Inputs& inputs,
                               int64_t row, int64_t first, int64_t last, int64_t start, int64_t end) {
   constexpr int64_t GROUP = F::GROUP;
+  constexpr bool LIFTED = UNPACKED && F::LIFTED;
+  constexpr int BITS = LIFTED ? LIFTED_BITS : F::BITS, MIDDLE = LIFTED ? LIFT : F::MIDDLE;
   const int64_t ldx = inputs.num_quads() * QUAD;
   const int8_t* x = inputs.codes(row);
   const PanelScales<F> scales(w.scales, panel, w), mins(w.mins, panel, w);
   [[maybe_unused]] const Table table = tload(w.values);
   for (int64_t g = first; g < last; g++) {
     Sums sums[HEIGHT];
-    if constexpr (!F::SIGNED) {
+    if constexpr (!F::SIGNED || LIFTED) {
       UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = Sums(hzero());
-      add_group<HEIGHT, F::BITS, UNPACKED, GROUP>(sums, codes, g, x + g * GROUP, ldx, One());
+      add_group<HEIGHT, BITS, UNPACKED, GROUP>(sums, codes, g, x + g * GROUP, ldx, One());
     } else {
       UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sstart(inputs.total(row + i, g));
       if constexpr (GROUP > 0) add_signed<HEIGHT, F, UNPACKED>(sums, codes, table, g, x + g * GROUP, ldx);
       else add_quads<HEIGHT>(sums, codes + start / QUAD * LINE, x + start, ldx, (end - start + QUAD - 1) / QUAD);
     }
     const Vec factors = scales(g);
-    UNROLL for (int i = 0; i < HEIGHT; i++) totals[i] = add_scaled<F>(totals[i], vof(sums[i]), inputs, row + i, g, factors, mins);
+    UNROLL for (int i = 0; i < HEIGHT; i++) totals[i] = add_scaled<F, MIDDLE>(totals[i], vof(sums[i]), inputs, row + i, g, factors, mins);
   }
 }
 
@@ -416,18 +426,27 @@ struct alignas(64) Unit {
   int8_t bytes[8 * LINE];
 };
 
+// Return the table of a weight, LIFT higher if its scales are exponents.
+inline Table lifted_table(const Quantised& w) {
+  int8_t values[16];
+  const int lift = w.scaling == int64_t(Scales::EXPONENTS) ? LIFT : 0;
+  for (int i = 0; i < 16; i++) values[i] = int8_t(w.values[i] + lift);
+  return tload(values);
+}
+
 // Return the codes of a panel, or their numbers, as bytes. Codes of fewer than 8 bits are unpacked to `memory`.
 inline const int8_t* bytes_of(const Quantised& w, int64_t panel, std::vector<Unit>& memory) {
   const int64_t quads = w.num_quads();
   const int8_t* codes = codes_of(w, panel);
   if (w.bits == 8) return codes;
   memory.resize(size_t(quads / 8));
+  const Table table = w.has_table() ? lifted_table(w) : Table();
   for (int64_t unit = 0; unit < quads / 8; unit++) {
     const int8_t* from = codes + unit * w.bits * LINE;
     int8_t* bytes = memory[size_t(unit)].bytes;
     for (int64_t j = 0; j < w.bits; j++) fetch(from + (j + LINES_AHEAD) * LINE);
     constexpr auto EIGHT = std::make_integer_sequence<int, 8>();
-    if (w.has_table()) look_up_unit(from, bytes, tload(w.values), EIGHT);
+    if (w.has_table()) look_up_unit(from, bytes, table, EIGHT);
     else if (w.bits == 4) unpack_unit<4>(from, bytes, EIGHT);
     if (w.bits == 5) unpack_unit<5>(from, bytes, EIGHT);
     if (w.bits == 6) unpack_unit<6>(from, bytes, EIGHT);
