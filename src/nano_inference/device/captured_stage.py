@@ -5,6 +5,8 @@ of rows, and one stage may replay a step that another computes eagerly. So the r
 arrives at a fixed address before a replay, and leaves from the graph's output after it.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,9 @@ class CapturedStage:
 
     def trunk(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView) -> X:
         """Compute `Decoder.stage` after the stream that `replay` receives."""
-        received = None if self._received is None else self._received[: len(batch.input_ids)]
+        stream = self._received
+        # both kinds of values on a GPU take tensors
+        received: Any = None if stream is None else stream[: len(batch.input_ids)]
         return self._model.stage(ops, batch, view, received)
 
     def replay(self, graph: Captured, batch: ForwardBatch) -> Tensor:
