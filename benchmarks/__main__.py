@@ -753,10 +753,10 @@ def speculation(
     beside = names(engines, tuple(drafts.SETTINGS))
     rows = []
     if "own" in chosen:
-        warm = tuple(
+        at_temperature = tuple(
             replace(task, params=task.params | {"temperature": temperature}) for task in picked
         )
-        rows += measure(options, source, warm, codes or None)
+        rows += measure(options, source, at_temperature, codes or None)
     if "peers" in chosen:
         # stops the engines at the end
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

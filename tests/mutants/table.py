@@ -414,6 +414,20 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/ops/test_quantised.py -k 'stored_as_they_are and cpu and iq4'",
     ),
     Fault(
+        "stage_receives_beside_its_graph",
+        "src/nano_inference/device/captured_stage.py",
+        old="exchange.receive(batch, self._received[:rows])",
+        new="exchange.receive(batch, self._received[:rows].clone())",
+        seen_by="tests/ranks/test_rank_graphs.py -k 1-2-None",
+    ),
+    Fault(
+        "adapter_without_a_part_has_a_table",
+        "src/nano_inference/ops/cuda/lora.py",
+        old="if each.parts else 0 for each in adapters",
+        new="if each.parts else 8 for each in adapters",
+        seen_by="tests/ranks/test_triton_rank_adapters.py -k without_a_part",
+    ),
+    Fault(
         "cpu_lifted_numbers_stay_lifted",
         "src/nano_inference/ops/cpu/kernels/quantised.cpp",
         old="MIDDLE = LIFTED ? LIFT : F::MIDDLE;",

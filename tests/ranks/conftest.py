@@ -1,5 +1,10 @@
-"""Fixtures shared with the engine tests."""
+"""Fixtures shared with the engine tests, and the runners of an engine's ranks."""
 
+from typing import Any
+
+import pytest
+
+from nano_inference.device.cuda_runner import CudaRunner
 from tests.engine.conftest import (
     build as build,
 )
@@ -9,3 +14,17 @@ from tests.engine.conftest import (
 from tests.engine.conftest import (
     tied as tied,
 )
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> list[CudaRunner]:
+    """Runners of all ranks."""
+    made: list[CudaRunner] = []
+    begin = CudaRunner.__init__
+
+    def noted(self: CudaRunner, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        made.append(self)
+
+    monkeypatch.setattr(CudaRunner, "__init__", noted)
+    return made

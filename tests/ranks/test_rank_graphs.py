@@ -42,19 +42,11 @@ def sampled(engine: InferenceEngine) -> list[str]:
 )
 def test_ranks_replay_graphs(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    runners: list[CudaRunner],
     tensor: int,
     stages: int,
     lookahead: int | None,
 ) -> None:
-    runners: list[CudaRunner] = []
-    begin = CudaRunner.__init__
-
-    def noted(self: CudaRunner, *args: Any, **options: Any) -> None:
-        begin(self, *args, **options)
-        runners.append(self)
-
-    monkeypatch.setattr(CudaRunner, "__init__", noted)
     folder = str(tiny_model(tmp_path, "llama", num_hidden_layers=3))
     options: dict[str, Any] = {
         "model_path": folder,

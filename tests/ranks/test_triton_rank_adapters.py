@@ -46,20 +46,6 @@ def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GridExecutor, "__call__", locked)
 
 
-@pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> list[CudaRunner]:
-    """Runners of all ranks."""
-    made: list[CudaRunner] = []
-    begin = CudaRunner.__init__
-
-    def noted(self: CudaRunner, *args: Any, **options: Any) -> None:
-        begin(self, *args, **options)
-        made.append(self)
-
-    monkeypatch.setattr(CudaRunner, "__init__", noted)
-    return made
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(

@@ -32,9 +32,9 @@ class CapturedStage:
             self._received = torch.zeros(shape, dtype=torch.float32, device=model.device)
 
     def trunk(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView) -> X:
-        """Compute `Decoder.stage` after the stream that `replay` receives."""
+        """Compute `Decoder.stage` from the stream that `replay` has received."""
         stream = self._received
-        # both kinds of values on a GPU take tensors
+        # on a GPU, `X` includes tensors
         received: Any = None if stream is None else stream[: len(batch.input_ids)]
         return self._model.stage(ops, batch, view, received)
 

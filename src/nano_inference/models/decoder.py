@@ -367,7 +367,7 @@ class Decoder:
         view: KvcacheView,
         received: X | None = None,
     ) -> X:
-        """Compute the layers held here, as `trunk` between its messages.
+        """Compute the part of `trunk` between its messages.
 
         Args:
             received: Residual stream [N, H] of the previous stage, float32. None: first stage.
