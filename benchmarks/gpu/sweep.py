@@ -24,7 +24,8 @@ from nano_inference.device.queues import queue_of
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cuda import attention, few_rows, filters, sampling, softmax
-from nano_inference.ops.interface import AttentionArgs, Norm
+from nano_inference.ops.interface import AttentionArgs
+from nano_inference.ops.rowwise import Norm
 from nano_inference.sampling.tensors import to_device
 
 if TYPE_CHECKING:

@@ -37,10 +37,10 @@ from nano_inference.ops.interface import (
     AttentionArgs,
     HeadNorms,
     LatentWeights,
-    Norm,
     RopeArgs,
 )
 from nano_inference.ops.lora import Adapter, LoraPart
+from nano_inference.ops.rowwise import Norm
 from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from tests.gpu.compiled import SHARED_MEMORY, Compiled, compiling, describe, table

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.ops.cuda.latent import store, values
-from nano_inference.ops.interface import LatentWeights, Norm, RopeArgs
+from nano_inference.ops.interface import LatentWeights, RopeArgs
+from nano_inference.ops.rowwise import Norm
 from nano_inference.ops.settings import Latent
 from tests.gpu.target import Target, numbers
 

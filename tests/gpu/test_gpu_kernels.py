@@ -20,10 +20,11 @@ from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cuda import few_rows, moe
 from nano_inference.ops.cuda.backend import CudaOps
 from nano_inference.ops.formats import FORMATS
-from nano_inference.ops.interface import FEW_ROWS, AttentionArgs, HeadNorms, Norm, RopeArgs
+from nano_inference.ops.interface import FEW_ROWS, AttentionArgs, HeadNorms, RopeArgs
 from nano_inference.ops.moe import Experts
 from nano_inference.ops.quantised import product
 from nano_inference.ops.reference import backend as reference
+from nano_inference.ops.rowwise import Norm
 from nano_inference.ops.settings import Routing
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import sample

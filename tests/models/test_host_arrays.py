@@ -22,8 +22,7 @@ from nano_inference.models.rope import rotation
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.spec.rope import RopeSpec
 from nano_inference.models.taps import Taps
-from nano_inference.ops.interface import Norm
-from nano_inference.ops.rowwise import gate, normed_rows
+from nano_inference.ops.rowwise import Norm, gate, normed_rows
 from tests.models.test_rope import SCALINGS, longrope, spec_of
 from tests.same_bits import same
 

@@ -20,8 +20,8 @@ from nano_inference.ops.gradients import (
     Rotary,
     Rotated,
 )
-from nano_inference.ops.interface import Norm
 from nano_inference.ops.reference.backend import rotate
+from nano_inference.ops.rowwise import Norm
 
 # relative norm of an error
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}

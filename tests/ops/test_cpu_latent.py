@@ -18,8 +18,9 @@ from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import LAWS
 from nano_inference.ops.cpu.latent import LatentWeight
 from nano_inference.ops.cpu.program import run_once
-from nano_inference.ops.interface import LatentWeights, Norm
+from nano_inference.ops.interface import LatentWeights
 from nano_inference.ops.reference import backend as reference
+from nano_inference.ops.rowwise import Norm
 from nano_inference.ops.settings import Latent
 from tests.depth import at_depth
 from tests.models.tiny import MORE_FAMILIES, llama_config

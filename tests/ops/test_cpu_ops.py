@@ -18,8 +18,9 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import LAWS, Law
 from nano_inference.ops.cpu.weights import PackedWeight
-from nano_inference.ops.interface import HeadNorms, Norm, RopeArgs
+from nano_inference.ops.interface import HeadNorms, RopeArgs
 from nano_inference.ops.reference import backend as reference
+from nano_inference.ops.rowwise import Norm
 from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
 from tests.ops.cpu_kernels import as_packed, available

@@ -18,10 +18,11 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.rope import RopeSpec
 from nano_inference.ops.batches import forward_batch
-from nano_inference.ops.interface import AttentionArgs, Norm, RopeArgs
+from nano_inference.ops.interface import AttentionArgs, RopeArgs
 from nano_inference.ops.reference import backend as reference
 from nano_inference.ops.reference.attention import attention, plan_attention
 from nano_inference.ops.reference.backend import reference_ops
+from nano_inference.ops.rowwise import Norm
 from nano_inference.sampling.logprobs import logsumexp
 from tests.depth import at_depth
 

@@ -28,8 +28,9 @@ from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cuda import few_rows
 from nano_inference.ops.cuda.backend import cuda_ops
-from nano_inference.ops.interface import Norm, Ops
+from nano_inference.ops.interface import Ops
 from nano_inference.ops.reference.backend import reference_ops
+from nano_inference.ops.rowwise import Norm
 from tests.models.tiny import FAMILIES, llama_config
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # relative: one or two roundings

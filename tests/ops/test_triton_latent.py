@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.device.kv_tensors import KVStorage
-from nano_inference.ops.interface import LatentWeights, Norm, RopeArgs
+from nano_inference.ops.interface import LatentWeights, RopeArgs
 from nano_inference.ops.reference import backend as reference
+from nano_inference.ops.rowwise import Norm
 from nano_inference.ops.settings import Latent
 from tests.depth import at_depth
 

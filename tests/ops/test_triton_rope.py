@@ -17,8 +17,9 @@ from nano_inference.device.kv_tensors import KVStorage, common_layout
 from nano_inference.device.units import UnitMap
 from nano_inference.kv_cache.sliding_window import BlockLayout, UnitPool
 from nano_inference.models.spec.read import spec_from_config
-from nano_inference.ops.interface import HeadNorms, Norm, RopeArgs
+from nano_inference.ops.interface import HeadNorms, RopeArgs
 from nano_inference.ops.reference import backend as reference
+from nano_inference.ops.rowwise import Norm
 from tests.depth import at_depth
 from tests.invariance.scenario import spoil
 from tests.models.tiny import MORE_FAMILIES, llama_config

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.ops.interface import Norm
 from nano_inference.ops.reference import backend as reference
+from nano_inference.ops.rowwise import Norm
 from nano_inference.sampling.noise import stream_keys
 from tests.depth import at_depth
 from tests.ops.exactness import assert_close

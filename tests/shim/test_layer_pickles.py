@@ -14,6 +14,7 @@ from nano_inference.weights.transports import Deadline
 from nano_inference.weights.transports.layer_pickles import LayerPickles, described
 from nano_inference.weights.transports.pynccl import join_pynccl
 from nano_inference.weights.transports.reuse import ReusedMemory
+from nano_inference.weights.transports.trainer_streams import stream_of
 from tests.parallel.stand_in import needs_compiler
 from tests.parallel.stand_in import stand_in as stand_in
 from tests.ports import free_port
@@ -32,7 +33,7 @@ def received(case: str, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str
     tensors: dict[str, Any] = {}
     with script(TRAINER, port, case):
         group = join_pynccl(("127.0.0.1", port), 1, 2, Deadline(PATIENCE), CPU)
-        transport = group.stream(ReusedMemory())
+        transport = stream_of(group, ReusedMemory())
         assert isinstance(transport, LayerPickles)
         try:
             for bucket in transport.receive(shapes, Deadline(PATIENCE)).buckets:

@@ -340,10 +340,11 @@ class HostArray(Base):
         return np.abs(self)
 
     def exp(self) -> Any:
-        """Return e to the power of each number."""
-        from nano_inference.arrays import host
-
-        return host.exp(self)
+        """Return e to the power of each number. float32 is computed in float64 and rounded once."""
+        with np.errstate(over="ignore", under="ignore"):  # torch warns neither
+            if self.dtype != np.float32:
+                return np.exp(self)
+            return np.exp(self, out=np.empty_like(self), dtype=np.float64, casting="same_kind")
 
     def log(self) -> Any:
         """Return natural logarithms."""

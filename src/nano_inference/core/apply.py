@@ -346,12 +346,8 @@ def context_versions(seq: Sequence) -> tuple[ContextVersions, ...]:
 def training_samples(
     seq: Sequence, finish: Finish, version: int, numerics: str
 ) -> list[TrainingSample]:
-    """Return the result of a finished sequence.
-
-    That is one sample, or all samples of a group that was not forked yet.
-    """
-    request = seq.request
-    params = request.params
+    """Return the sample of a finished sequence, or all samples of a group without forks."""
+    request, params = seq.request, seq.request.params
     if request.scored_sample is not None:  # ended before it was fully scored
         return [request.scored_sample]
     prompt = seq.token_ids[: request.num_prompt_tokens]

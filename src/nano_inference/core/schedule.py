@@ -41,22 +41,18 @@ def schedule(
         num_in_flight: Number of steps in flight. Read only if `config.groups` > 1.
         drafts: Sequence id -> guesses of the tokens after its known ones.
 
-    Running sequences come first. If the step is too small for all, the order is priority, then
-    sequences that need only one token, then older requests, and the samples of a request progress
-    evenly.
+    Running sequences come first. In a step too small for all, the order is priority, then sequences
+    that need only one token, then older requests. Samples of a request progress evenly.
 
     Blocks are allocated in scheduling order. If they run out, the last sequence in that order is
     preempted. If layers have a sliding window, a chunk preempts others only for its first window of
     tokens, and the rest takes free blocks. If none was preempted, waiting sequences enter in
     order while they fit. One of higher priority may preempt running sequences.
 
-    With `config.groups` > 1, a sequence whose token is in flight is not planned, and a step draws
-    for at most 1/`groups` of the sequences, rounded up. A sequence may have a chunk in every step
-    while its chunks draw nothing, because chunks of a long prompt need no sampled token. With
-    `config.max_drafts` > 0, a sequence whose token is in flight is not planned either, because
-    drafts follow known tokens.
-
-    Drafts get the tokens, draws and free blocks that remain after all other work is planned.
+    With `config.groups` > 1 or `config.max_drafts` > 0, a sequence whose token is in flight is not
+    planned. With groups, a step draws for at most 1/`groups` of the sequences, rounded up, and a
+    chunk that draws nothing may be in every step. Drafts follow known tokens, and get the tokens,
+    draws and free blocks that remain after all other work is planned.
     """
     in_turns = config.groups > 1 or config.max_drafts > 0
     free = [seq for seq in running if seq.seq_id not in pending] if in_turns else running

@@ -16,11 +16,11 @@ from nano_inference.ops.interface import (
     AttentionArgs,
     HeadNorms,
     KvcacheView,
-    Norm,
     Operations,
     RopeArgs,
     X,
 )
+from nano_inference.ops.rowwise import Norm
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import SamplingBatch
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from nano_inference.arrays import Device, Dtype, Tensor
-from nano_inference.ops.interface import Norm
+from nano_inference.ops.rowwise import Norm
 from nano_inference.ops.settings import Routing
 
 

@@ -15,7 +15,7 @@ from nano_inference.ops.formats import Format, Stack
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ops.lora import Adapted, Adapter, Place, placed
 from nano_inference.ops.moe import Exchange, Experts, Note, record_experts
-from nano_inference.ops.rowwise import normed_rows
+from nano_inference.ops.rowwise import Norm, normed_rows
 from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
 from nano_inference.parallel.context import SegmentRows
@@ -111,17 +111,6 @@ class KvcacheView(Protocol):
         [num_kv_heads, slots, numbers of a row].
         """
         ...
-
-
-class Norm(NamedTuple):
-    """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end. Without a
-    weight, rows are only rounded.
-    """
-
-    weight: Tensor | None  # [width]
-    eps: float
-    offset: float
-    dtype: Dtype
 
 
 class LatentWeights(NamedTuple):

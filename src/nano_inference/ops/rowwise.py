@@ -5,18 +5,26 @@ trunk.
 """
 
 import math
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from nano_inference.arrays import Tensor, namespace
+from nano_inference.arrays import Dtype, Tensor, namespace
 from nano_inference.ops.settings import CLAMP, SLOPE
-
-if TYPE_CHECKING:
-    from nano_inference.ops.interface import Norm
 
 LONG_SUM = 2**15  # sums of at least this many numbers are split between threads by torch
 
 
-def normed_rows(x: Tensor, norm: "Norm") -> Tensor:
+class Norm(NamedTuple):
+    """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end. Without a
+    weight, rows are only rounded.
+    """
+
+    weight: Tensor | None  # [width]
+    eps: float
+    offset: float
+    dtype: Dtype
+
+
+def normed_rows(x: Tensor, norm: Norm) -> Tensor:
     """Normalize x [..., width] along its last axis."""
     if norm.weight is None:
         return x.to(norm.dtype)

@@ -255,7 +255,9 @@ class EngineWeights:
     def receive_stream(self, session: int, group: str, seconds: float) -> Received:
         """Receive a stream of tensors (`Control.updates.receive_stream`)."""
         with self._group(group) as joined:
-            return self._receive(session, lambda _: joined.stream(self._memory), seconds)
+            from nano_inference.weights.transports.trainer_streams import stream_of
+
+            return self._receive(session, lambda _: stream_of(joined, self._memory), seconds)
 
     def receive_file(
         self,

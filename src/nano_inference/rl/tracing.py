@@ -18,7 +18,8 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cpu.backend import cpu_ops
-from nano_inference.ops.interface import Norm, Ops
+from nano_inference.ops.interface import Ops
+from nano_inference.ops.rowwise import Norm
 from nano_inference.rl.comparison import OF_PROMPT, Difference
 from nano_inference.rl.history import stretches
 from nano_inference.rl.replay_run import Draws

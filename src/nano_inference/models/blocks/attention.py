@@ -3,7 +3,8 @@
 from nano_inference.arrays import namespace
 from nano_inference.models.blocks.linear import Linear, row_parallel
 from nano_inference.models.blocks.step import Block, ModelPart, Step
-from nano_inference.ops.interface import AttentionArgs, HeadNorms, Norm, RopeArgs, X
+from nano_inference.ops.interface import AttentionArgs, HeadNorms, RopeArgs, X
+from nano_inference.ops.rowwise import Norm
 
 
 class Attention:

@@ -10,8 +10,8 @@ from nano_inference.models.blocks.experts import Mixture
 from nano_inference.models.blocks.layer import Layer
 from nano_inference.models.blocks.step import ModelPart, Step, rounded
 from nano_inference.ops.batches import ForwardBatch
-from nano_inference.ops.interface import Norm, Operations, X
-from nano_inference.ops.rowwise import gate
+from nano_inference.ops.interface import Operations, X
+from nano_inference.ops.rowwise import Norm, gate
 
 
 class Gemma4Layer:

@@ -3,7 +3,8 @@
 from typing import Protocol
 
 from nano_inference.models.blocks.step import Block, ModelPart, Step
-from nano_inference.ops.interface import Norm, X
+from nano_inference.ops.interface import X
+from nano_inference.ops.rowwise import Norm
 
 
 class AnyLayer(Protocol):

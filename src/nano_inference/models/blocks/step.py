@@ -13,7 +13,8 @@ from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.taps import Taps
 from nano_inference.ops.batches import ForwardBatch
-from nano_inference.ops.interface import KvcacheView, Norm, Operations, Ops, X
+from nano_inference.ops.interface import KvcacheView, Operations, Ops, X
+from nano_inference.ops.rowwise import Norm
 
 
 def rounded(number: float, dtype: Dtype) -> float:

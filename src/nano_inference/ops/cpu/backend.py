@@ -28,7 +28,6 @@ from nano_inference.ops.interface import (
     KvcacheView,
     LatentOps,
     LatentWeights,
-    Norm,
     Ops,
     Packing,
     RopeArgs,
@@ -36,6 +35,7 @@ from nano_inference.ops.interface import (
     call,
 )
 from nano_inference.ops.lora import Adapted, Place
+from nano_inference.ops.rowwise import Norm
 from nano_inference.ops.settings import Latent
 
 LAYOUT = 3  # raised whenever the bytes of a packed weight change

@@ -32,7 +32,7 @@ from nano_inference.ops.gradients import (
     Rotated,
     RouteShape,
 )
-from nano_inference.ops.interface import Norm
+from nano_inference.ops.rowwise import Norm
 
 GradientProduct, RotatedHeads = struct("GradientProduct"), struct("RotatedHeads")
 NormGradient, AttentionGradient = struct("NormGradient"), struct("AttentionGradient")

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from nano_inference.arrays import Dtype, Tensor, has_dtype
 from nano_inference.ops.cpu.library import struct
-from nano_inference.ops.interface import Joint, Norm
+from nano_inference.ops.interface import Joint
+from nano_inference.ops.rowwise import Norm
 
 EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE, MEET, LORA = range(8)  # Kind of program.h
 CALL = -1  # a Python call between two runs of C++ operations

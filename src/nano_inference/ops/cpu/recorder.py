@@ -42,11 +42,11 @@ from nano_inference.ops.interface import (
     KvcacheView,
     LatentOps,
     LatentWeights,
-    Norm,
     RopeArgs,
     Weight,
 )
 from nano_inference.ops.moe import Exchange, Experts, Note
+from nano_inference.ops.rowwise import Norm
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from nano_inference.parallel.bounds import check_segments
 

@@ -65,7 +65,6 @@ from nano_inference.ops.interface import (
     KvcacheView,
     LatentOps,
     LatentWeights,
-    Norm,
     Operations,
     Ops,
     RopeArgs,
@@ -74,6 +73,7 @@ from nano_inference.ops.interface import (
 )
 from nano_inference.ops.lora import Adapted
 from nano_inference.ops.moe import Exchange, Experts, Note
+from nano_inference.ops.rowwise import Norm
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
 
 

@@ -22,7 +22,7 @@ from nano_inference.ops.cuda.rows import (
     places_of_pairs,
 )
 from nano_inference.ops.gradients import HeadShape, Rotary, Rotated
-from nano_inference.ops.interface import Norm
+from nano_inference.ops.rowwise import Norm
 from nano_inference.ops.settings import CLAMP, SLOPE
 
 _NUMBERS = 4096  # numbers of runs that a program norms together, or one run

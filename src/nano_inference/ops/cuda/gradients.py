@@ -23,7 +23,7 @@ from nano_inference.ops.gradients import (
     Rotary,
     Rotated,
 )
-from nano_inference.ops.interface import Norm
+from nano_inference.ops.rowwise import Norm
 
 
 class CudaGradients:

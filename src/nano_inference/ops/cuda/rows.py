@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nano_inference.ops.cuda.codes import PLAIN, encoded, is_finite, kind_of, scale_and_inverse
-from nano_inference.ops.interface import KvcacheView, Norm, RopeArgs, embed_part
+from nano_inference.ops.interface import KvcacheView, RopeArgs, embed_part
+from nano_inference.ops.rowwise import Norm
 from nano_inference.ops.settings import CLAMP, SLOPE
 
 _GATE_BLOCK = 1024  # columns per program: 8 for each of 128 threads

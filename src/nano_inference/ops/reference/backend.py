@@ -21,7 +21,6 @@ from nano_inference.ops.interface import (
     KvcacheView,
     LatentOps,
     LatentWeights,
-    Norm,
     Ops,
     PartialAttention,
     RopeArgs,
@@ -42,7 +41,7 @@ from nano_inference.ops.reference.attention import (
 )
 from nano_inference.ops.reference.quantised import QuantisedWeight, quantised_linear
 from nano_inference.ops.reference.state import delta_net, short_conv, sigmoid, sigmoid_gate
-from nano_inference.ops.rowwise import gate, normed_rows
+from nano_inference.ops.rowwise import Norm, gate, normed_rows
 from nano_inference.ops.settings import Latent, Routing
 from nano_inference.ops.stacked import StackedWeight
 from nano_inference.parallel.bounds import check_segments

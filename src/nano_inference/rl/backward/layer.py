@@ -12,8 +12,8 @@ from torch import Tensor
 from nano_inference.models.rope import Rotation
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.gradients import Attended, AttentionRule, HeadShape, Rotary, Rotated
-from nano_inference.ops.interface import Norm
 from nano_inference.ops.kv_codes import KvFormat
+from nano_inference.ops.rowwise import Norm
 from nano_inference.rl.backward.experts import ExpertLayer, ExpertsState
 from nano_inference.rl.backward.products import add_product, product, product_gradient
 from nano_inference.rl.backward.weights import Totals, Weights

@@ -19,15 +19,13 @@ from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
 from nano_inference.parallel.deadline import before
-from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.weights.sources import BUCKET_BYTES, in_groups
 from nano_inference.weights.transports.addresses import Address, url_of
-from nano_inference.weights.transports.broadcast import GroupReceiver, check_ranks
+from nano_inference.weights.transports.broadcast import check_ranks
 from nano_inference.weights.transports.interface import (
     Deadline,
     Incoming,
     Shapes,
-    WeightTransport,
     overlapped,
 )
 from nano_inference.weights.transports.rendezvous import (
@@ -84,16 +82,6 @@ class TrainerGroup:
         a store, return True until the group is left.
         """
         return self._watch is None or is_open(self._watch)
-
-    def stream(self, memory: ReusedMemory) -> WeightTransport:
-        """Return a receiver of updates that describe themselves: those of `WeightSender.over`, or
-        prime-rl's over a group of PyNccl.
-        """
-        if isinstance(self.group, ProcessGroup):
-            return GroupReceiver(self.group, self.group.device, memory)
-        from nano_inference.weights.transports.layer_pickles import LayerPickles
-
-        return LayerPickles(self.group, memory)
 
     def close(self) -> None:
         """Leave the group. Transfers in progress fail on every side."""
