@@ -8,7 +8,9 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from nano_inference.errors import ConfigError, one_line
@@ -52,19 +54,31 @@ def load_function(spec: str, folder: Path) -> Callable[..., Any]:
 
 
 def _module_of_file(path: Path) -> Any:
+    if path.suffix != ".py":
+        raise ConfigError(f"{path} is not a Python file; name a file that ends in .py.")
     text = path.read_bytes()
     # dataclasses look their module up by name
     name = f"nano_train_code_{hashlib.sha256(str(path.resolve()).encode() + text).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file; name a file that ends in .py.")
+    loader = _SourceLoader(name, str(path))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+class _SourceLoader(SourceFileLoader):
+    """Loader without bytecode files. Python takes one for current if the text has the same size
+    and second, and writing one would change the folder of a run.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the file."""
+        return self.source_to_code(self.get_data(self.path), self.path)
