@@ -432,7 +432,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/ops/cpu/kernels/quantised.cpp",
         old="MIDDLE = LIFTED ? LIFT : F::MIDDLE;",
         new="MIDDLE = F::MIDDLE;",
-        seen_by="tests/ops/test_quantised.py -k 'equal_the_definition and cpu and mxfp4'",
+        seen_by="tests/ops/test_quantised.py tests/ops/test_quantised_builds.py "
+        "-k 'equal_the_definition and mxfp4'",
     ),
     Fault(
         "exponent_of_another_row",

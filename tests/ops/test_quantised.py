@@ -409,15 +409,3 @@ def test_stack_equals_its_parts(backend: str) -> None:
     assert torch.equal(copy.read(), numbers)
     with pytest.raises(ValueError, match="do not fit"):
         weight.write(80, random(9, 600))
-
-
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_portable_kernels_equal_the_definition(form: Format) -> None:
-    kernels("portable")
-    ops, numbers, x = cpu_ops(1, "portable"), random(40, 288), random(14, 288, seed=1)
-    weight: Any = ops.allocate((40, 288), torch.float32, CPU, form=form)
-    weight.write(0, numbers)
-    for count in (1, 3, 14):
-        assert torch.equal(
-            ops.linear(x[:count], weight), product(x[:count], as_codes(numbers, form))
-        )

@@ -21,7 +21,7 @@ from nano_inference.device.kv_tensors import (
 from nano_inference.device.memory import Claims, gibibytes, longest_asked
 from nano_inference.device.units import UnitMap
 from nano_inference.device.warm_up import run_all_kinds
-from nano_inference.errors import ConfigError, one_line
+from nano_inference.errors import ConfigError, RankLost, one_line
 from nano_inference.kv_cache.block_pool import Block
 from nano_inference.kv_cache.sliding_window import UnitPool
 from nano_inference.models.decoder import Decoder
@@ -136,6 +136,8 @@ def measure(
         run_all_kinds(config, models, storages)
     except torch.OutOfMemoryError:
         raise ConfigError(_too_large(config, models, weights, before)) from None
+    except RankLost:  # has the error of another rank as its cause
+        raise
     except Exception as problem:
         raise ConfigError(
             f"the CUDA kernels fail on the largest step ({one_line(problem)}); use "
@@ -195,7 +197,8 @@ def run_largest_steps(
             batch = _batch(lengths, longest, config.block_size, name, scored)
             for variant in with_and_without_adapters(config, model, batch):
                 result = model.forward(to_device(variant, model.device), storages[name])
-                model.draw(result.hidden, to_device(drawn, model.device), result.rows)
+                if model.is_last_stage:
+                    model.draw(result.hidden, to_device(drawn, model.device), result.rows)
                 del result
 
 

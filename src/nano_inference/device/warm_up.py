@@ -19,7 +19,10 @@ from nano_inference.device.adapters import with_and_without_adapters
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.memory import longest_asked
 from nano_inference.models.decoder import Decoder
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.sharding.shard import shard_of
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
+from nano_inference.parallel.mesh import Place
 from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch, to_device
 from nano_inference.types import SamplingParams
 
@@ -60,7 +63,7 @@ def run_all_kinds(
         hidden = torch.zeros(
             (SAMPLES, model.spec.hidden_size), dtype=model.dtype, device=model.device
         )
-        for batch in kinds_of_draws():
+        for batch in kinds_of_draws() if model.is_last_stage else ():
             model.draw(hidden, to_device(batch, model.device))
         for rows in kinds_of_steps(config, model):
             batch = _step(rows, longest, config.block_size, name)
@@ -69,23 +72,34 @@ def run_all_kinds(
 
 
 def kinds_of_steps(config: EngineConfig, model: Decoder) -> list[int]:
-    """Return the row counts that have their own kernels."""
+    """Return the row counts that have their own kernels on some rank. All ranks run each step."""
     most = config.max_tokens_per_batch
     if not model.ops.schedule_invariant:
         return [min(most, 64)]
     from nano_inference.ops.cuda.matmul import kinds_of_rows  # brings in Triton
 
-    matrices = (
-        each for each in model.params.values() if isinstance(each, Tensor) and each.dim() == 2
-    )
-    shapes = {(len(each), each.shape[1], each.dtype) for each in matrices}
     return sorted(
         {
             rows
-            for columns, depth, dtype in shapes
+            for columns, depth, dtype in _matrices(model)
             for rows in kinds_of_rows(columns, depth, dtype, most, model.device)
         }
     )
+
+
+def _matrices(model: Decoder) -> set[tuple[int, int, torch.dtype]]:
+    """Return rows, columns and dtypes of the matrices of all ranks."""
+    mesh, whole = model.part.position.mesh, model.part.whole
+    if mesh.world_size == 1:
+        params = (each for each in model.params.values() if isinstance(each, Tensor))
+        return {(*each.shape, each.dtype) for each in params if each.dim() == 2}
+    parts = (shard_of(whole, Place(mesh, rank)) for rank in range(mesh.world_size))
+    return {
+        (*param.shape, torch.float32 if param.keep_float32 else model.dtype)
+        for part in parts
+        for param in param_table(whole, part)
+        if len(param.shape) == 2
+    }
 
 
 def _step(rows: int, longest: int, block_size: int, weight_set: str) -> ForwardBatch:
