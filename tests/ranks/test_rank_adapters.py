@@ -12,7 +12,13 @@ from safetensors.torch import load_file
 
 pytest.importorskip("msgspec")
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import (
+    EngineConfig,
+    InferenceEngine,
+    LoraSettings,
+    SamplingParams,
+    TrainingSample,
+)
 from nano_inference.errors import AdapterError
 from nano_inference.ops.lora import Adapter
 from tests.engine.test_adapters import matrices
@@ -137,6 +143,21 @@ def test_ranks_reject_matrices_that_are_not_finite(folder: Path) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("mesh", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_ranks_compare_the_head_of_an_adapter(folder: Path, mesh: dict[str, Any]) -> None:
+    head = load_file(folder / "model.safetensors")["lm_head.weight"]
+    name = "base_model.model.lm_head.base_layer.weight"
+    with engine_of(folder, **mesh) as engine:
+        engine.load_adapter("own", {**matrices(folder, 1), name: head}, LoraSettings(4))
+        for changed in (head * 1.5, head[1:]):
+            with pytest.raises(AdapterError, match="differs from the model's head"):
+                engine.load_adapter("no", {**matrices(folder, 1), name: changed}, LoraSettings(4))
+    with engine_of(folder, quantization="int8", **mesh) as engine:
+        with pytest.raises(AdapterError, match=r"codes on several ranks; use one rank\. Or save"):
+            engine.load_adapter("no", {**matrices(folder, 1), name: head}, LoraSettings(4))
+        assert not engine.adapters()
+
+
 def test_context_ranks_take_adapters_of_their_rows(folder: Path) -> None:
     """Both ranks hold rows of each prompt."""
     prompts = [[(7 * i + 3 * k) % 290 + 3 for i in range(600)] for k in range(3)]

@@ -55,12 +55,10 @@ from nano_inference.errors import (
 from nano_inference.fields.options import is_whole
 from nano_inference.kv_cache.block_hash import adapter_key
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters.slots import named_slots
-from nano_inference.models.parameters.table import param_table
-from nano_inference.models.parameters.values import as_held, read
 from nano_inference.ops.lora import Adapter
 from nano_inference.types import AdapterInfo, KvPolicy
 from nano_inference.weights.staging import taken
+from nano_inference.weights.update import WeightSet
 
 MOST_NAME = 256  # maximum characters of a name
 POLICIES = tuple(policy for policy in get_args(KvPolicy) if policy != "wait")
@@ -72,6 +70,7 @@ class Adapters:
     Args:
         model: Model that they adapt, or this rank's part of it.
         shared: Loop that computes their requests.
+        weights: Weights of the whole model.
         ranks: Other ranks that compute parts of the model. None: there are none.
         most: Maximum number of loaded adapters. 0 disables adapters.
         most_rank: Highest rank of their matrices.
@@ -81,11 +80,12 @@ class Adapters:
         self,
         model: Decoder,
         shared: SharedLoop,
+        weights: WeightSet,
         ranks: AdapterRanks | None,
         most: int,
         most_rank: int,
     ) -> None:
-        self._model, self._shared, self._ranks = model, shared, ranks
+        self._model, self._shared, self._weights, self._ranks = model, shared, weights, ranks
         self._most, self._most_rank = most, most_rank
         self._memory = AdapterMemory(model.part, model.device, model.ops.placed)
         self._loaded = shared.loop.sequences.adapters
@@ -203,7 +203,7 @@ class Adapters:
             metadata: dict[str, str] = file.metadata()
             for index, (key, scale) in enumerate(json.loads(metadata["places"])):
                 a, b = (
-                    of_kind(device, as_host(file.get_tensor(f"{index}.{half}")).clone()).to(device)
+                    of_kind(device, as_host(file.get_tensor(f"{index}.{half}")).clone())
                     for half in "ab"
                 )
                 pairs[key] = Pair(a, b, scale)
@@ -257,15 +257,15 @@ class Adapters:
 
     def _require_own_head(self, head: Tensor) -> None:
         """Raise `AdapterError` for a head that differs from the model's."""
-        slot = named_slots(param_table(self._model.part.whole))["lm_head.weight"]
         with self._shared.lock:
             if not self._shared.life.has_weights:
                 return
-            params = self._model.params
-            served = read(params, slot)
-            is_own = tuple(head.shape) == slot.shape and namespace(served).equal(
-                served, as_held(params, slot, head)
-            )
+            try:
+                is_own = self._weights.holds("lm_head.weight", head)
+            except WeightUpdateError as problem:
+                raise AdapterError(
+                    f"{problem} Or save the adapter with save_embedding_layers=False."
+                ) from problem
         if not is_own:
             raise AdapterError(
                 f"lm_head{BASE} differs from the model's head; load the base model that "

@@ -647,8 +647,10 @@ class InferenceEngine:
 
     def _make_adapters(self) -> Adapters:
         config = self.config
-        most, ranks = config.most_loras, self.runner.adapters
-        adapters = Adapters(self.model, self.shared, ranks, most, config.max_lora_rank)
+        adapters = Adapters(
+            *(self.model, self.shared, self.weight_sync.weights, self.runner.adapters),
+            *(config.most_loras, config.max_lora_rank),
+        )
         for entry in config.loras:
             name, _, folder = entry.partition("=")
             adapters.load(name, folder)

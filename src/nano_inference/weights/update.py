@@ -130,6 +130,24 @@ class WeightSet:
             return self.shares.whole(self.slots[name].tied_to or name)
         return read(self.model.params, self.own[name])
 
+    def holds(self, name: str, tensor: Tensor) -> bool:
+        """Return True if a tensor, stored as the model stores it, equals the live one.
+
+        Raises `WeightUpdateError` for codes that several ranks hold.
+        """
+        if tuple(tensor.shape) != self.slots[name].shape:
+            return False
+        if self.shares is None:
+            params, slot = self.model.params, self.own[name]
+            served = read(params, slot)
+            return namespace(served).equal(served, as_held(params, slot, tensor))
+        if self.is_quantised(name):
+            raise WeightUpdateError(
+                f"{name!r} cannot be compared with codes on several ranks; use one rank."
+            )
+        served = self.tensor(name)
+        return namespace(served).equal(served, tensor.to(served.device, served.dtype))
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return all tensors: views, or copies if weights are packed or other ranks hold parts."""
         return {name: self.tensor(name) for name in self.names}
