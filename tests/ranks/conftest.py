@@ -1,10 +1,9 @@
 """Fixtures shared with the engine tests, and the runners of an engine's ranks."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nano_inference.device.cuda_runner import CudaRunner
 from tests.engine.conftest import (
     build as build,
 )
@@ -15,10 +14,16 @@ from tests.engine.conftest import (
     tied as tied,
 )
 
+if TYPE_CHECKING:
+    from nano_inference.device.cuda_runner import CudaRunner
+
 
 @pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> list[CudaRunner]:
+def runners(monkeypatch: pytest.MonkeyPatch) -> "list[CudaRunner]":
     """Runners of all ranks."""
+    pytest.importorskip("triton")
+    from nano_inference.device.cuda_runner import CudaRunner
+
     made: list[CudaRunner] = []
     begin = CudaRunner.__init__
 
