@@ -204,11 +204,11 @@ class Updates:
         arguments = {"group": group, "tensors": specs, "packed_bytes": packed_bytes}
         return await self._receive("receive_broadcast", timeout, [arguments])
 
-    async def receive_stream(self, group: str) -> Received:
+    async def receive_stream(self, group: str, *, timeout: float | None = None) -> Received:
         """Receive weights with their description: from `nano_inference`'s `WeightSender`, which may
         name their version, or from prime-rl's trainer over PyNccl.
         """
-        return await self._receive("receive_stream", None, [{"group": group}])
+        return await self._receive("receive_stream", timeout, [{"group": group}])
 
     async def receive_file(self, content: bytes | bytearray) -> Received:
         """Receive the tensors of a whole safetensors file. Pickles are rejected."""

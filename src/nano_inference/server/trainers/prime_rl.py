@@ -34,7 +34,7 @@ def routes(router: APIRouter, server: Server) -> None:
             fields.port,
             rank=1 + fields.rank_offset,
             world_size=1 + fields.inference_world_size,
-            pynccl=True,
+            pynccl=fields.pynccl,
             timeout=fields.timeout,
         )
         return {"status": "ok"}
@@ -80,7 +80,7 @@ async def _update(server: Server, fields: Update) -> None:
     version = None if step is None else _STEP.sub(r"\1", step.name)
     async with control.updates.updating(version=version, **fields.checks):
         if has_broadcaster:
-            await control.updates.receive_stream(GROUP)
+            await control.updates.receive_stream(GROUP, timeout=timeout)
         else:
             assert folder is not None
             await control.updates.receive_folder(folder, timeout=timeout)

@@ -43,6 +43,7 @@ class Join(ControlRequest):
     rank_offset: Annotated[int, whole(0, _MOST_RANKS), INTEGER]
     host: RequiredText
     port: Port
+    pynccl: Flag = True
     timeout: Seconds | None = None
 
     @model_validator(mode="after")
