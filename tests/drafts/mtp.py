@@ -71,7 +71,7 @@ def deepseek_shared(last: int) -> tuple[str, ...]:
 
 
 FULL = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-# what GLM-4.5 and DeepSeek-V3 share
+# what GLM-4.5, GLM-4.7-Flash and DeepSeek-V3 share
 DEEPSEEK_LAYER = (
     {"num_hidden_layers": 1, "first_k_dense_replace": 0},
     "model.layers.3",
@@ -111,6 +111,13 @@ FAMILIES = {
         "DeepseekV3ForCausalLM",
         LATENTS,
         *DEEPSEEK_LAYER,
+        feeds_stream=True,
+    ),
+    "glm4-moe-lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        LATENTS | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+        {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
+        *DEEPSEEK_LAYER[1:],
         feeds_stream=True,
     ),
 }
