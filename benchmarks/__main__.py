@@ -4,7 +4,7 @@ its machine.
 
 import signal
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -743,24 +743,23 @@ def speculation(
     One stream also runs on the installed peers, in turns.
     """
     from benchmarks.peers import drafts, install
-    from benchmarks.speculation import TASKS, measure, streams
+    from benchmarks.speculation import TASKS, at, measure, streams
 
     options = Options(model, dtype, backend, threads, repeats)
     chosen = names(parts, ("own", "peers"))
+    if codes and "own" not in chosen:
+        raise typer.BadParameter("--codes needs --parts own; peers have no drafts of codes.")
     known = tuple(task.name for task in TASKS)
     asked = names(tasks or ",".join(known), known)
     picked = tuple(task for task in TASKS if task.name in asked)
     beside = names(engines, tuple(drafts.SETTINGS))
     rows = []
     if "own" in chosen:
-        at_temperature = tuple(
-            replace(task, params=task.params | {"temperature": temperature}) for task in picked
-        )
-        rows += measure(options, source, at_temperature, codes or None)
+        rows += measure(options, source, at(temperature, picked), codes or None)
     if "peers" in chosen:
         # stops the engines at the end
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-        found = streams(model, picked, temperature)
+        found = streams(model, at(temperature, picked))
         rows += drafts.measure(options, found, beside, vllm_dtype or dtype, cache or install.CACHE)
     how = {"source": source, "codes": codes, "temperature": temperature}
     write("speculation", rows, asdict(options) | how, out, model)

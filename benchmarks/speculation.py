@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.measure import Row, show, spread
@@ -75,7 +75,16 @@ class Task:
         return [([prompt], [params]) for prompt, params in zip(self.prompts, each, strict=True)]
 
 
-def streams(model: str, tasks: tuple[Task, ...], temperature: float) -> list[Stream]:
+def at(temperature: float, tasks: tuple[Task, ...]) -> tuple[Task, ...]:
+    """Return tasks at a temperature. The names of greedy ones say so."""
+    end = "" if temperature else ", greedy"
+    return tuple(
+        replace(each, name=each.name + end, params=each.params | {"temperature": temperature})
+        for each in tasks
+    )
+
+
+def streams(model: str, tasks: tuple[Task, ...]) -> list[Stream]:
     """Return the single-stream tasks for other engines: token ids, plain parameters, and the schema
     as a dict.
     """
@@ -85,10 +94,10 @@ def streams(model: str, tasks: tuple[Task, ...], temperature: float) -> list[Str
         if task.at_once:
             continue
         schema = {"json_schema": PEOPLE} if "grammar" in task.params else {}
+        temperature = task.params["temperature"]
         sampling = {"temperature": temperature, "ignore_eos": not schema, **schema}
         prompts = tuple(tuple(tokenizer.encode(text)) for text in task.prompts)
-        name = task.name if temperature else f"{task.name}, greedy"
-        found.append(Stream(name, task.what, prompts, task.params["max_tokens"], sampling))
+        found.append(Stream(task.name, task.what, prompts, task.params["max_tokens"], sampling))
     return found
 
 

@@ -25,7 +25,7 @@ from benchmarks.peers.llama_cpp import (
     quantised,
 )
 from benchmarks.peers.process import Made, PeerFailed, exact
-from benchmarks.speculation import PEOPLE, TASKS, streams
+from benchmarks.speculation import PEOPLE, TASKS, at, streams
 from benchmarks.workloads import Workload, workload
 
 gguf = pytest.importorskip("gguf")
@@ -89,7 +89,7 @@ def test_failing_engine_skips_the_rest(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_peers_get_the_same_prompts_as_our_engine(options: Options) -> None:
-    by_name = {stream.name: stream for stream in streams(options.model, TASKS, 0.0)}
+    by_name = {stream.name: stream for stream in streams(options.model, at(0.0, TASKS))}
     assert list(by_name) == ["chat, greedy", "code, greedy", "JSON, greedy"]
     assert by_name["code, greedy"].sampling == {"temperature": 0.0, "ignore_eos": True}
     assert by_name["JSON, greedy"].sampling["json_schema"] == PEOPLE
