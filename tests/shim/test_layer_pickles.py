@@ -105,7 +105,10 @@ def test_description_lists_tensors_by_dtype() -> None:
         ({torch.bfloat16: [("layers.0.weight", (5, 3), 15)]}, "has another form"),
         ({torch.bfloat16: [("layers.0.weight", torch.Size([5, 3]), 15.0)]}, "has another form"),
         ({torch.bfloat16: [(b"layers.0.weight", torch.Size([5, 3]), 15)]}, "has another form"),
-        ({torch.bfloat16: [("layers.0.weight", torch.Size([5, 3]), 14)]}, "is not its 15 elements"),
+        (
+            {torch.bfloat16: [("layers.0.weight", torch.Size([5, 3]), 14)]},
+            "count 14, but its shape has 15 elements",
+        ),
         ({torch.bfloat16: [("layers.0.weight", torch.Size([3, 5]), 15)]}, r"\[3, 5\]"),
         ({torch.bfloat16: [("head", torch.Size([5, 3]), 15)]}, "not a tensor of this model"),
         ({torch.bfloat16: [WEIGHT, WEIGHT]}, "occurs twice"),

@@ -92,10 +92,10 @@ def _matrices(model: Decoder) -> set[tuple[int, int, torch.dtype]]:
     mesh, whole = model.part.position.mesh, model.part.whole
     if mesh.world_size == 1:
         params = (each for each in model.params.values() if isinstance(each, Tensor))
-        return {(*each.shape, each.dtype) for each in params if each.dim() == 2}
+        return {(len(each), each.shape[1], each.dtype) for each in params if each.dim() == 2}
     parts = (shard_of(whole, Place(mesh, rank)) for rank in range(mesh.world_size))
     return {
-        (*param.shape, torch.float32 if param.keep_float32 else model.dtype)
+        (param.shape[0], param.shape[1], torch.float32 if param.keep_float32 else model.dtype)
         for part in parts
         for param in param_table(whole, part)
         if len(param.shape) == 2

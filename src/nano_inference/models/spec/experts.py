@@ -191,16 +191,14 @@ def glm4_moe_lite_experts(config: Config, num_layers: int) -> MoeSpec | None:
             f"config.json has mlp_layer_types={kinds!r:.100}; it must name 'dense' or 'sparse' for "
             f"each of {num_layers} layers."
         )
-    return deepseek_v3_experts(config, num_layers, tuple(kind == "sparse" for kind in kinds))
+    moe = deepseek_v3_experts({**config, "first_k_dense_replace": 0}, num_layers)
+    return moe and _with_experts(replace(moe, layers=tuple(kind == "sparse" for kind in kinds)))
 
 
-def deepseek_v3_experts(
-    config: Config, num_layers: int, layers: tuple[bool, ...] | None = None
-) -> MoeSpec | None:
+def deepseek_v3_experts(config: Config, num_layers: int) -> MoeSpec | None:
     """Read experts with sigmoid scores and a selection bias.
 
-    A group's score is the sum of its two highest scores. `layers` is True for each layer with
-    experts. None: all but the first ones have them.
+    A group's score is the sum of its two highest scores.
     """
     routing = Routing(
         whole(config, "num_experts_per_tok"),
@@ -212,7 +210,7 @@ def deepseek_v3_experts(
         groups_kept=int(config.get("topk_group") or 1),
         group_best=2,
     )
-    moe = _deepseek(config, num_layers, routing, layers)
+    moe = _deepseek(config, num_layers, routing)
     name = "gate.e_score_correction_bias"
     return moe and replace(moe, bias=name, bias_shape=(moe.num_experts,))
 
@@ -221,16 +219,11 @@ def _scaling(config: Config) -> float:
     return float(config.get("routed_scaling_factor", 1.0))
 
 
-def _deepseek(
-    config: Config, num_layers: int, routing: Routing, layers: tuple[bool, ...] | None = None
-) -> MoeSpec | None:
-    """Read experts in all layers but the first ones, or in these layers, with shared experts merged
-    into one.
-    """
+def _deepseek(config: Config, num_layers: int, routing: Routing) -> MoeSpec | None:
+    """Read experts in all layers but the first ones, with shared experts merged into one."""
     inner = whole(config, "moe_intermediate_size")
-    if layers is None:
-        dense = int(config.get("first_k_dense_replace") or 0)
-        layers = tuple(layer >= dense for layer in range(num_layers))
+    dense = int(config.get("first_k_dense_replace") or 0)
+    layers = tuple(layer >= dense for layer in range(num_layers))
     if int(config.get("moe_layer_freq") or 1) != 1:
         raise ModelLoadError(
             f"config.json has moe_layer_freq={config['moe_layer_freq']!r}; it must be 1."

@@ -78,7 +78,7 @@ class LayerPickles:
             if not 1 <= size <= wire.most_bytes(shapes):
                 raise WeightUpdateError(
                     f"{WHAT} {of_part} has {size} bytes; it must have 1 to "
-                    f"{wire.most_bytes(shapes)}: send only the model's tensors."
+                    f"{wire.most_bytes(shapes)}. Send only the model's tensors."
                 )
             content = self._received(size, f"the description {of_part}", deadline)
             for infos in described(bytes(content.cpu().numpy()), shapes, seen):
@@ -103,7 +103,7 @@ def described(content: bytes, shapes: Shapes, seen: set[str]) -> list[list[wire.
     `seen` holds the names of earlier parts, and gets these names. Raises `WeightUpdateError`.
     """
     if content[:1] != FIRST_BYTE:
-        raise WeightUpdateError(f"{WHAT} is not a pickle, as prime-rl's is.")
+        raise WeightUpdateError(f"{WHAT} is not a pickle; send what prime-rl sends.")
     try:
         by_dtype = read_pickle(content, _KNOWN, WHAT)
     except InvalidRequest as problem:
@@ -118,9 +118,10 @@ def described(content: bytes, shapes: Shapes, seen: set[str]) -> list[list[wire.
         name = dtype.name.removeprefix("torch.")
         infos = wire.described([(key, name, shape) for key, shape, _ in triples], shapes, seen)
         for info, (_, _, count) in zip(infos, triples, strict=True):
-            if count != prod(info.shape):
+            if count != (right := prod(info.shape)):
                 raise WeightUpdateError(
-                    f"the trainer's count of {info.name!r} is not its {prod(info.shape)} elements."
+                    f"{info.name!r} has count {count}, but its shape has {right} elements; send "
+                    "numel()."
                 )
         if infos:
             groups.append(infos)
@@ -148,6 +149,6 @@ def _is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
 
 def _other_form() -> WeightUpdateError:
     return WeightUpdateError(
-        f"{WHAT} has another form than prime-rl's: a dict of dtypes, each with a list of names, "
-        "shapes and numbers of elements."
+        f"{WHAT} has another form than prime-rl's; send a dict of dtypes, each with a list of "
+        "names, shapes and numbers of elements."
     )
