@@ -106,6 +106,17 @@ class Target(NamedTuple):
         """Last part of the module's name."""
         return self.module.rpartition(".")[2]
 
+    @property
+    def divides_output(self) -> bool:
+        """True if B has the rank's rows only. A always has all columns."""
+        return self.slot.axis == 0
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows of B and columns of A that the rank computes (`own_pair`)."""
+        rows, columns = self.slot.shape
+        return (self.slot.local_shape[0] if self.divides_output else rows), columns
+
 
 class Pair(NamedTuple):
     """Matrices of one module's adapter, as PEFT names them."""
@@ -369,7 +380,7 @@ def own_pair(target: Target, whole: Target, pair: Pair) -> Pair:
         whole: Module of the whole model.
         pair: Whole matrices.
     """
-    if target.slot.axis == 0:
+    if target.divides_output:
         return pair._replace(b=target.slot.take(pair.b))
     return pair._replace(a=whole.slot.take(pair.a))
 

@@ -19,12 +19,6 @@ def _targets(part: ModelShard) -> Iterable[Target]:
     return targets_of(part.whole, part).values()
 
 
-def _sizes(target: Target) -> tuple[int, int]:
-    """Return the rows of B and the columns of A that a rank holds, as `own_pair` cuts them."""
-    rows, columns = target.slot.shape
-    return (target.slot.local_shape[0] if target.slot.axis == 0 else rows), columns
-
-
 def most_parts(part: ModelShard) -> int:
     """Return the maximum number of parts that an adapter can have at one product."""
     return max(Counter(target.param for target in _targets(part)).values())
@@ -32,7 +26,7 @@ def most_parts(part: ModelShard) -> int:
 
 def columns_of(part: ModelShard) -> list[int]:
     """Return the first columns and the numbers of columns of all parts."""
-    return [column for each in _targets(part) for column in (each.slot.start, _sizes(each)[0])]
+    return [column for each in _targets(part) for column in (each.slot.start, each.sizes[0])]
 
 
 def reserved_bytes(config: EngineConfig, part: ModelShard) -> int:
@@ -41,17 +35,17 @@ def reserved_bytes(config: EngineConfig, part: ModelShard) -> int:
     """
     if not config.most_loras:
         return 0
-    sizes = sum(sum(_sizes(target)) for target in _targets(part))
+    sizes = sum(sum(target.sizes) for target in _targets(part))
     return 4 * config.max_lora_rank * sizes * (config.most_loras + 1)
 
 
 def blank_adapter(part: ModelShard, rank: int, device: torch.device) -> Adapter:
     """Return an adapter of zeros for all products of a rank. Its matrices share memory."""
     targets = _targets(part)
-    widest = max(max(_sizes(target)) for target in targets)
+    widest = max(max(target.sizes) for target in targets)
     zeros, parts = torch.zeros(rank * widest, device=device), dict[str, list[LoraPart]]()
     for target in targets:
-        b, a = (zeros[: rank * size].view(rank, size) for size in _sizes(target))
+        b, a = (zeros[: rank * size].view(rank, size) for size in target.sizes)
         parts.setdefault(target.param, []).append(LoraPart(target.slot.start, a, b, 1.0))
     ordered = {k: tuple(sorted(group, key=lambda part: part.first)) for k, group in parts.items()}
     return Adapter("blank", 0, ordered)
