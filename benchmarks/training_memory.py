@@ -19,7 +19,7 @@ from benchmarks.ours import Options, opened
 from benchmarks.rl import token_ids
 from nano_inference.rl import PolicyModel
 
-OURS = "PolicyModel"
+OURS = {"PolicyModel, kept": False, "PolicyModel, recomputed": True}  # activations
 PLAIN, CHECKPOINTED = "transformers", "transformers, recomputed"
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "who": lambda row: row["name"],
@@ -30,7 +30,7 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
 
 def measure(options: Options, lengths: tuple[int, ...], peers: tuple[str, ...]) -> list[Row]:
     """Return a row per trainer and length of the sequence. `peers`: dtypes of transformers."""
-    runs = [(OURS, options.dtype)]
+    runs = [(who, options.dtype) for who in OURS]
     runs += [(who, dtype) for dtype in peers for who in (PLAIN, CHECKPOINTED)]
     rows: list[Row] = []
     for tokens in lengths:
@@ -47,8 +47,8 @@ def measure(options: Options, lengths: tuple[int, ...], peers: tuple[str, ...]) 
 def run(who: str, model: str, tokens: int, dtype: str) -> dict[str, float]:
     """Return memory in GiB before a step and at its peak, in this process."""
     with ExitStack() as stack:
-        if who == OURS:
-            step = _ours(model, tokens, dtype, stack)
+        if who in OURS:
+            step = _ours(OURS[who], model, tokens, dtype, stack)
         else:
             step = _theirs(who, model, tokens, dtype)
         Path("/proc/self/clear_refs").write_text("5")  # the peak becomes the present size
@@ -63,10 +63,13 @@ def _peak() -> float:
     return int(line.split()[1]) / 2**20
 
 
-def _ours(model: str, tokens: int, dtype: str, stack: ExitStack) -> Callable[[], None]:
+def _ours(
+    recomputes: bool, model: str, tokens: int, dtype: str, stack: ExitStack
+) -> Callable[[], None]:
     options = Options(model, dtype, "auto", None, 1)
     engine = stack.enter_context(opened(options, max_model_len=tokens + 1))
-    policy = PolicyModel(engine, gradient_dtype=getattr(torch, dtype))
+    products = getattr(torch, dtype)
+    policy = PolicyModel(engine, gradient_dtype=products, recompute_activations=recomputes)
     sequence = token_ids(random.Random(0), tokens)
 
     def step() -> None:

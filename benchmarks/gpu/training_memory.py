@@ -15,7 +15,7 @@ from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.cuda.gradients import CudaGradients
-from nano_inference.rl.backward.decoder import KEPT_ROWS
+from nano_inference.rl.activations import recomputes
 
 CARD = 80 * 2**30
 GIB = 2**30
@@ -31,12 +31,14 @@ class Training:
         rows: Rows of a micro-batch.
         adapter: Settings of the only trained weights. None: all weights are trained.
         itemsize: Bytes of a trained number: 4 for float32, 2 for bfloat16.
+        recompute_activations: As in `PolicyModel`.
     """
 
     spec: ModelSpec
     rows: int = 512
     adapter: LoraSettings | None = None
     itemsize: int = FLOAT
+    recompute_activations: bool | None = None
 
     @property
     def served(self) -> int:
@@ -69,7 +71,8 @@ class Training:
         """Return the bytes of a backward pass's rows."""
         hidden, inner = self.spec.hidden_size, self.spec.intermediate_size
         state, layers = layer_bytes(self.spec), self.spec.num_layers
-        kept = layers * state if self.rows <= KEPT_ROWS else layers * FLOAT * hidden + state
+        again = recomputes(self.recompute_activations, self.rows)
+        kept = layers * FLOAT * hidden + state if again else layers * state
         # gradients of an MLP's rows, of which those of its first product are also rounded
         working = 16 * inner + 2 * FLOAT * hidden
         logits = CudaGradients.most_logits * (FLOAT + 2)

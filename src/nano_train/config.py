@@ -29,7 +29,10 @@ from nano_train.methods import METHODS, Advantage, Aggregation, Method, Ratio
 
 # Parts that decide no bit of a checkpoint, so that a resumed run may change them. The engine's
 # numerics are compared on their own.
-FREE = ("steps", "checkpoint_every", "keep_checkpoints", "engine", "log")
+FREE = (
+    *("steps", "checkpoint_every", "keep_checkpoints", "recompute_activations"),
+    *("engine", "log"),
+)
 # fields of the engine's configuration that other keys of run.toml set
 _SET_ELSEWHERE = {
     "model_path": "model",
@@ -163,6 +166,7 @@ class RunConfig(_Table):
         keep_checkpoints: Newest checkpoints to keep. 0: all.
         reference: Model whose logprobs are recorded, for KL.
         require_equal_logprobs: End the run if a logprob of trainer and engine differs.
+        recompute_activations: As in `PolicyModel`. Decides memory and time, and no bit.
         engine: Other fields of `EngineConfig`.
     """
 
@@ -177,6 +181,7 @@ class RunConfig(_Table):
     keep_checkpoints: NonNegativeInt = 2
     reference: str | None = None
     require_equal_logprobs: bool = True
+    recompute_activations: bool | None = None
     task: TaskTable
     sampling: SamplingTable = SamplingTable()
     optimizer: OptimizerTable = OptimizerTable()

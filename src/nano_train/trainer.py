@@ -64,9 +64,11 @@ class Trainer:
         self.step = self.version = 0
         with ExitStack() as opened:
             self.engine = opened.enter_context(InferenceEngine(config.engine_config()))
-            settings = config.lora_settings()
+            settings, recomputes = config.lora_settings(), config.recompute_activations
             self.policy = (
-                LoraPolicy(self.engine, settings) if settings else PolicyModel(self.engine)
+                LoraPolicy(self.engine, settings, recompute_activations=recomputes)
+                if settings
+                else PolicyModel(self.engine, recompute_activations=recomputes)
             )
             self.teacher = None
             if config.teacher is not None:

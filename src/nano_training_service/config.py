@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nano_inference.errors import ConfigError
 from nano_inference.fields import check_least, check_seconds, option, strict_options
+from nano_inference.rl.activations import require_choice
 
 MIB = 1 << 20
 SERVICE, KEYS, LIMITS = "The service", "Keys", "Limits"
@@ -44,6 +45,7 @@ class TrainServiceConfig:
         request_timeout: Seconds until a waiting request or an unfinished sample fails.
         result_timeout: Seconds for which a result is kept for its client.
         session_timeout: Seconds without a heartbeat after which a session ends.
+        recompute_activations: As in `LoraPolicy`. Decides memory and time of training, and no bit.
     """
 
     host: str = option(
@@ -82,9 +84,13 @@ class TrainServiceConfig:
     session_timeout: float = option(
         300.0, LIMITS, "End sessions after this many seconds without a heartbeat."
     )
+    recompute_activations: bool | None = option(
+        None, SERVICE, "Recompute layers in a backward pass. Default: above 1,024 rows."
+    )
 
     def __post_init__(self) -> None:
         check_least(self, ConfigError)
+        require_choice(self.recompute_activations)
         timeouts = ("request_timeout", "result_timeout", "session_timeout")
         check_seconds(self, timeouts, ConfigError)
         for key in self.api_keys:

@@ -20,6 +20,7 @@ class EngineBase:
         config = with_plain_weights(config)
         config = replace(config, max_loras=service.max_samplers, max_lora_rank=service.max_rank)
         self._engine = AsyncInferenceEngine(config)
+        self._recompute = service.recompute_activations
         engine = self._engine.engine
         self.model = config.model_path
         self.folder = str(engine.model_folder)
@@ -33,7 +34,7 @@ class EngineBase:
         settings = LoraSettings(
             rank=adapter.rank, alpha=ALPHA, targets=_targets(engine, adapter), seed=adapter.seed
         )
-        return LoraPolicy(engine, settings, name=name)
+        return LoraPolicy(engine, settings, name=name, recompute_activations=self._recompute)
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Serve the adapter of a PEFT folder under a new name."""

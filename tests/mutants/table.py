@@ -1155,6 +1155,20 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/rl/test_expert_routes.py -k with_the_same_experts",
     ),
     Fault(
+        "recomputed_layer_begins_with_its_output",
+        "src/nano_inference/rl/backward/decoder.py",
+        old="states.append(state if keeps else before)",
+        new="states.append(state if keeps else residual)",
+        seen_by="tests/rl/test_activations.py -k choices_give_equal_bits",
+    ),
+    Fault(
+        "choice_of_activations_is_ignored",
+        "src/nano_inference/rl/activations.py",
+        old="return rows > KEPT_ROWS if choice is None else choice",
+        new="return rows > KEPT_ROWS",
+        seen_by="tests/rl/test_activations.py -k recomputed_states",
+    ),
+    Fault(
         "update_counts_before_its_message",
         "src/nano_inference/core/updates.py",
         old="        return [update for update, state in places.items() if state.has_arrived]",

@@ -31,6 +31,10 @@ def file(tmp_path: Path) -> Path:
         ({"steps": 0}, "steps=0 is not valid"),
         ({"steps": 2.5}, "steps=2.5 is not valid"),
         ({"steps": True}, "steps=True is not valid"),
+        (
+            {"recompute_activations": 1},
+            "recompute_activations=1 is not valid: it should be a valid",
+        ),
         ({"seed": -1}, "seed=-1 is not valid"),
         ({"method": "grop"}, "method: 'grop' is unknown; did you mean 'grpo'?"),
         ({"sampling.temperature": 0.0}, r"sampling\.temperature=0\.0 is not valid"),
@@ -95,6 +99,7 @@ def test_identity_leaves_out_free_keys_only(file: Path) -> None:
         "steps": 99,
         "checkpoint_every": 9,
         "keep_checkpoints": 9,
+        "recompute_activations": True,
         "engine.block_size": 8,
         "log.hashes": False,
     }

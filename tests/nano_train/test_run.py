@@ -15,6 +15,7 @@ from nano_inference.errors import ConfigError
 from nano_train.records import RunError, StepRecord
 from nano_train.run import read_run, train
 from tests.nano_train.tiny import files_of, tiny_run
+from tests.rl.test_activations import counted
 
 
 class Interrupted(Exception):
@@ -76,6 +77,7 @@ def test_engine_options_do_not_change_the_end(quiet: Path, tmp_path: Path) -> No
         "engine.block_size": 4,
         "engine.cache_type": "radix",
         "engine.num_threads": 1,
+        "recompute_activations": True,
     }
     with pytest.raises(Interrupted):
         train(read_run(quiet, tmp_path / "out"), stop_after(2))
@@ -83,6 +85,19 @@ def test_engine_options_do_not_change_the_end(quiet: Path, tmp_path: Path) -> No
     names = ("steps.jsonl", "checkpoints/6/state.json")
     mine, other = files_of(tmp_path / "out"), files_of(quiet.parent / "out")
     assert {name: mine[name] for name in names} == {name: other[name] for name in names}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_recomputing_run_ends_in_the_same_files(tmp_path: Path, rank: int) -> None:
+    file = tiny_run(tmp_path, steps=1, every=1)
+    passes: list[int] = []
+    for choice in (False, True):
+        changes = {"lora.rank": rank, "recompute_activations": choice}
+        with counted() as computed:
+            train(read_run(file, tmp_path / str(choice), changes))
+        passes.append(len(computed))
+    assert 0 < 2 * passes[0] == passes[1]
+    assert files_of(tmp_path / "False") == files_of(tmp_path / "True")
 
 
 def test_complete_run_is_left_as_it_is(copied: Path) -> None:

@@ -22,6 +22,8 @@ from nano_training_service.losses import LOSSES
 from nano_training_service.protobuf import Datum, ForwardBackward
 from nano_training_service.trainer import Bounds, Trainer
 from tests.models.tiny import tiny_llama
+from tests.rl.test_activations import counted
+from tests.rl.training import bits, gradients
 
 VOCAB = 259
 pytestmark = pytest.mark.filterwarnings(
@@ -107,6 +109,21 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     made = Both(tmp_path_factory.mktemp("targets"))
     yield made
     made.base.close()
+
+
+def test_policies_of_the_service_recompute_as_chosen(tmp_path: Path) -> None:
+    model, results = tiny_llama(tmp_path, vocab_size=VOCAB), list[Any]()
+    config = EngineConfig(str(model), num_threads=1, kv_cache_memory=2**24)
+    for choice in (False, True):
+        base = EngineBase(config, TrainServiceConfig(recompute_activations=choice))
+        policy: Any = base.new_policy("own", Adapter(rank=4, seed=1))
+        with counted() as computed:
+            grads = {name: bits(grad) for name, grad in gradients(policy, [[3, 4, 5, 6]]).items()}
+        results.append((grads, len(computed)))
+        base.close()
+    (kept, passes), (recomputed, more) = results
+    assert recomputed == kept
+    assert more == 2 * passes > 0
 
 
 def batch(loss_fn: str, columns: int | None, seed: int = 1) -> list[Datum]:

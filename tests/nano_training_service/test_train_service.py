@@ -30,16 +30,17 @@ def test_config_fields_are_options_that_arrive(started: list[Any], tmp_path: Pat
     }
     wanted |= {"host": "127.0.0.2", "state_dir": str(tmp_path), "served_model_name": "name"}
     wanted |= {"max_checkpoint_bytes": 5 << 30}
-    wanted |= {"api_keys": ("tml-a", "tml-b", "tml-c")}
+    wanted |= {"api_keys": ("tml-a", "tml-b", "tml-c"), "recompute_activations": True}
     keys = tmp_path / "keys"
     keys.write_text("tml-b\n\ntml-c\n")
     arguments = [
         part
         for name, value in wanted.items()
-        if name != "api_keys"
+        if name not in ("api_keys", "recompute_activations")
         for part in (f"--{name.replace('_', '-')}", str(value))
     ]
     arguments += ["--api-key", "tml-a", "--api-key-file", str(keys), "--max-model-len", "512"]
+    arguments += ["--recompute-activations"]
     result = run("train-service", "smollm2-135m", *arguments)
     assert result.exit_code == 0, result.output
     engine, config = started[0]
@@ -59,6 +60,7 @@ def test_config_fields_are_options_that_arrive(started: list[Any], tmp_path: Pat
         ({"state_dir": __file__}, "not a folder"),
         ({"max_checkpoint_bytes": 0}, "max_checkpoint_bytes=0"),
         ({"max_model": 1}, "max_models"),
+        ({"recompute_activations": "no"}, "recompute_activations='no' must be True, False or None"),
     ],
 )
 def test_configurations_that_are_refused(options: dict[str, Any], words: str) -> None:

@@ -266,6 +266,7 @@ def test_bad_arguments_are_rejected(folder: Path) -> None:
             ({"num_workers": 1.5}, r"num_workers=1\.5"),
             ({"dtype": torch.int64}, "floating point"),
             ({"gradient_dtype": torch.float16}, r"gradient_dtype=torch\.float16"),
+            ({"recompute_activations": "yes"}, "recompute_activations='yes' must be True, False"),
         ):
             with pytest.raises(ConfigError, match=message):
                 PolicyModel(engine, **options)

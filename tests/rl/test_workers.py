@@ -184,8 +184,10 @@ model, saved, dies_at, rank = json.loads(sys.argv[1])
 weights = coefficients([len(each) for each in SEQUENCES])
 saved = Path(saved)
 with Workers.meet() as workers, build(Path(model), max_loras=1) as engine:
-    policy = PolicyModel(engine, num_workers=1) if rank == 0 else LoraPolicy(
-        engine, LoraSettings(rank=rank, alpha=2.0), num_workers=1
+    # workers need not agree on activations
+    options = {"num_workers": 1, "recompute_activations": workers.rank % 2 == 1}
+    policy = PolicyModel(engine, **options) if rank == 0 else LoraPolicy(
+        engine, LoraSettings(rank=rank, alpha=2.0), **options
     )
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, foreach=False)
     steps = sorted(saved.glob("*.pt"), key=lambda path: int(path.stem))

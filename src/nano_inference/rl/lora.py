@@ -80,6 +80,7 @@ class LoraPolicy(ScoringModule):
         num_workers: As in `PolicyModel`.
         gradient_dtype: Dtype of a backward pass's products with the frozen weights, as in
             `PolicyModel`. The adapter's products are float32.
+        recompute_activations: As in `PolicyModel`.
     """
 
     def __init__(
@@ -91,8 +92,9 @@ class LoraPolicy(ScoringModule):
         micro_batch_tokens: int = 512,
         num_workers: int | None = None,
         gradient_dtype: torch.dtype | None = None,
+        recompute_activations: bool | None = None,
     ) -> None:
-        super().__init__(engine, micro_batch_tokens, num_workers)
+        super().__init__(engine, micro_batch_tokens, num_workers, recompute_activations)
         settings = settings or LoraSettings()
         spec, model = self.scorer.spec, self.scorer.model
         device = torch_device(model.device)

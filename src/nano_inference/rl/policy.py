@@ -93,6 +93,10 @@ class PolicyModel(ScoringModule):
         gradient_dtype: Dtype of a backward pass's products, at the same rounded weights: float32 or
             bfloat16. None: the engine's dtype. `"torch"` then uses float32 on processors without
             native bfloat16 products, where torch's take 8 to 50 times as long.
+        recompute_activations: True: a backward pass keeps only the input of each layer and computes
+            the layer again for its gradient. False: it keeps the activations of all layers, in more
+            memory and less time. None: True for micro-batches of more than 1,024 rows. Does not
+            affect any bit.
     """
 
     def __init__(
@@ -103,12 +107,13 @@ class PolicyModel(ScoringModule):
         micro_batch_tokens: int = 512,
         num_workers: int | None = None,
         gradient_dtype: torch.dtype | None = None,
+        recompute_activations: bool | None = None,
     ) -> None:
         if not dtype.is_floating_point:
             raise ConfigError(
                 f"dtype={dtype} must be a floating point dtype, such as torch.float32."
             )
-        super().__init__(engine, micro_batch_tokens, num_workers)
+        super().__init__(engine, micro_batch_tokens, num_workers, recompute_activations)
         self._table = param_table(self.scorer.spec)
         self._slots = slots(self._table)
         initial = _initial_weights(self.scorer, dtype)

@@ -22,6 +22,7 @@ from nano_inference.errors import ConfigError
 from nano_inference.models.rope import Rotation
 from nano_inference.ops.gradients import GradientOps
 from nano_inference.ops.kv_codes import KvFormat
+from nano_inference.rl.activations import require_choice
 from nano_inference.rl.backward.coverage import Gradients, gradients_of
 from nano_inference.rl.backward.decoder import KernelDecoder
 from nano_inference.rl.backward.kernels import KERNELS
@@ -50,6 +51,7 @@ class ScoringModule(nn.Module):
         engine: Engine, or a configuration to build one from.
         micro_batch_tokens: As in `PolicyModel`.
         num_workers: As in `PolicyModel`.
+        recompute_activations: As in `PolicyModel`.
 
     Attributes:
         engine: Engine that serves the parameters.
@@ -62,11 +64,13 @@ class ScoringModule(nn.Module):
         engine: InferenceEngine | EngineConfig,
         micro_batch_tokens: int,
         num_workers: int | None,
+        recompute_activations: bool | None,
     ) -> None:
         super().__init__()
         require_count("micro_batch_tokens", micro_batch_tokens)
         if num_workers is not None:
             require_count("num_workers", num_workers)
+        require_choice(recompute_activations)
         self.engine = (
             engine
             if isinstance(engine, InferenceEngine)
@@ -75,6 +79,7 @@ class ScoringModule(nn.Module):
         self._require_trainable()
         self.scorer = scorer_of(self.engine)
         self.micro_batch_tokens, self.num_workers = micro_batch_tokens, num_workers
+        self._recompute = recompute_activations
 
     def _require_trainable(self) -> None:
         """Raise `ConfigError` if this class cannot train the engine's model."""
@@ -95,12 +100,18 @@ class ScoringModule(nn.Module):
     def _torch_decoder(self, products: torch.dtype) -> TorchDecoder:
         """Return the model for a backward pass in torch."""
         model = self.scorer.model
-        return TorchDecoder(model.spec, self._ropes(), model.embed_scale, products, self._kept())
+        return TorchDecoder(
+            *(model.spec, self._ropes(), model.embed_scale, products, self._kept()),
+            self._recompute,
+        )
 
     def _kernel_decoder(self) -> KernelDecoder:
         """Return the model for a backward pass by the kernels."""
         model = self.scorer.model
-        return KernelDecoder(model.spec, self._ropes(), model.embed_scale, self._kept())
+        return KernelDecoder(
+            *(model.spec, self._ropes(), model.embed_scale, self._kept()),
+            self._recompute,
+        )
 
     def _kernels(self, dtype: torch.dtype) -> GradientOps:
         """Return the kernels of the engine's backend, for products of this dtype."""

@@ -17,13 +17,12 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ops.reference.backend import rotate
 from nano_inference.ops.settings import CLAMP, SLOPE, Latent, Routing
+from nano_inference.rl.activations import recomputes
 from nano_inference.rl.head_gradients import head_gradients
 from nano_inference.rl.micro_batch import MicroBatch
 from nano_inference.rl.torch_attention import attend
 
 ATTENTION_ROWS = 512  # rows of a segment whose attention is computed together
-# above this number of rows, only a layer's input is kept, and backward recomputes the layer
-KEPT_ROWS = 1024
 LORA = ".lora"  # suffix of a weight's name: the adapter's part of its product
 _CONSTANT = ("router_bias", ".scale")  # suffixes of names without gradients
 
@@ -37,7 +36,7 @@ class TorchDecoder:
 
     Products have the parameters' dtype and float32 sums. Norms, rotation and residual stream are
     float32. Keys and values are rounded as the engine stores them (`kept`), and gradients pass that
-    rounding unchanged.
+    rounding unchanged. `recompute_activations` is that of `PolicyModel`.
     """
 
     def __init__(
@@ -47,12 +46,14 @@ class TorchDecoder:
         embed_scale: float,
         dtype: torch.dtype,
         kept: KvFormat,
+        recompute_activations: bool | None = None,
     ) -> None:
         self.spec = spec
         self.ropes = ropes
         self.embed_scale = embed_scale
         self.dtype = dtype
         self.kept = kept
+        self.recompute_activations = recompute_activations
         self.head = "embed" if spec.tie_word_embeddings else "head"
 
     def gradients(
@@ -158,7 +159,7 @@ class TorchDecoder:
             shared = None if maker == layer else kept[maker]
             layer_inputs = None if inputs is None else inputs[:, layer]
             arguments = residual, params, layer, batch, routes.get(layer), shared, layer_inputs
-            if len(residual) > KEPT_ROWS:
+            if recomputes(self.recompute_activations, len(residual)):
                 residual, kept[layer] = checkpoint(
                     self._layer, *arguments, use_reentrant=False, preserve_rng_state=False
                 )

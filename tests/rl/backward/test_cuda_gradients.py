@@ -5,18 +5,22 @@ machines without a GPU.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference import LoraSettings
-from nano_inference.rl import LoraPolicy, PolicyModel, score
-from nano_inference.rl.backward import decoder
+from nano_inference.rl import LoraPolicy, PolicyModel, activations, score
+from tests.depth import at_depth
 from tests.models.tiny import FAMILIES, tiny_llama, tiny_model
 from tests.rl.backward.test_kernel_gradients import by_torch, worst
+from tests.rl.test_activations import SLOW, TARGETS, require_equal_bits
 from tests.rl.training import bits, build, gradients
 
 pytest.importorskip("triton")
@@ -149,13 +153,22 @@ def test_gradients_after_close_have_the_same_bits(tmp_path: Path) -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_cuda_recomputed_layers_keep_all_bits(
-    model: PolicyModel, monkeypatch: pytest.MonkeyPatch
+@settings(max_examples=at_depth(5), deadline=None, suppress_health_check=SLOW)
+@given(
+    family=st.sampled_from(["llama", "gemma2", "qwen3", "granite"]),
+    layers=st.integers(1, 2),
+    targets=st.sets(st.sampled_from(TARGETS), max_size=2),
+    sequences=st.lists(st.lists(st.integers(5, 8), min_size=2, max_size=9), max_size=2, min_size=1),
+    kept_rows=st.integers(0, 9),
+)
+def test_recomputed_layers_keep_all_bits_on_cuda(
+    family: str, layers: int, targets: set[str], sequences: list[list[int]], kept_rows: int
 ) -> None:
-    whole = {name: grad.clone() for name, grad in gradients(model, SEQUENCES[:3]).items()}
-    monkeypatch.setattr(decoder, "KEPT_ROWS", 7)
-    again = gradients(model, SEQUENCES[:3])
-    assert all(torch.equal(again[name], grad) for name, grad in whole.items())
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "KEPT_ROWS", kept_rows)
+        tiny_model(Path(folder), family, **SMALL, num_hidden_layers=layers)
+        with on_cuda(Path(folder), max_loras=1 if targets else 0) as engine:
+            require_equal_bits(engine, sequences, tuple(sorted(targets)), micro_batch_tokens=8)
 
 
 def test_cuda_gradients_do_not_depend_on_the_engine(tmp_path: Path) -> None:

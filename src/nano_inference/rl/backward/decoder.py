@@ -10,6 +10,7 @@ from nano_inference.models.rope import Rotation
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.gradients import PathRows
 from nano_inference.ops.kv_codes import KvFormat
+from nano_inference.rl.activations import recomputes
 from nano_inference.rl.backward.head import head_gradient
 from nano_inference.rl.backward.layer import (
     AttentionState,
@@ -25,9 +26,6 @@ from nano_inference.rl.micro_batch import MicroBatch
 
 LayerState = tuple[AttentionState, MlpState | MixtureState]
 
-# above this number of rows, only a layer's input is kept, and its gradient computes it again
-KEPT_ROWS = 1024
-
 
 class KernelDecoder:
     """Forward and backward pass of one micro-batch, with the decoder's (fused) parameters.
@@ -37,12 +35,19 @@ class KernelDecoder:
         ropes: Rotation of each layer, with tensors.
         embed_scale: Factor of embeddings.
         kept: Storage of keys and values. Gradients pass the rounding to it unchanged.
+        recompute_activations: As in `PolicyModel`.
     """
 
     def __init__(
-        self, spec: ModelSpec, ropes: Sequence[Rotation], embed_scale: float, kept: KvFormat
+        self,
+        spec: ModelSpec,
+        ropes: Sequence[Rotation],
+        embed_scale: float,
+        kept: KvFormat,
+        recompute_activations: bool | None = None,
     ) -> None:
         self.spec, self.embed_scale = spec, embed_scale
+        self.recompute_activations = recompute_activations
         self.head = "embed" if spec.tie_word_embeddings else "head"
         self.layers = [Layer(spec, index, rope, kept) for index, rope in enumerate(ropes)]
 
@@ -61,12 +66,13 @@ class KernelDecoder:
         residual = functional.embedding(batch.token_ids, weights.plain("embed")).float()
         residual = residual * self.embed_scale
         lowest, routes = self._lowest(weights, totals), batch.experts_by_layer(self.spec.moe)
+        keeps = not recomputes(self.recompute_activations, len(residual))
         states: list[Tensor | LayerState] = []
         for layer in self.layers:
             before = residual
             residual, state = self._forward(layer, weights, before, rows, routes)
             if layer.index >= lowest:
-                states.append(state if len(before) <= KEPT_ROWS else before)
+                states.append(state if keeps else before)
         norm = norm_of(weights, self.spec, "norm", "norm")
         hidden = normalized(weights, residual, norm)
         d_hidden = head_gradient(weights, self.spec, self.head, hidden, batch, temperature, totals)
