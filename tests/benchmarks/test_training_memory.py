@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,19 @@ def test_table_of_training_memory_is_current() -> None:
         (row,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", text, re.MULTILINE)
         parts = [*training.parts().values(), training.rest()]
         assert [float(cell) for cell in row.split("|")] == [round(n / GIB, 1) for n in parts], name
+    spec = next(iter(trainings().values())).spec
+    shown = [f"{layer_bytes(spec) / 1024:.0f} KiB", f"{4 * spec.hidden_size / 1024:.0f}"]
+    for rows in (512, 4096):
+        for choice in (False, True):
+            training = Training(spec, rows, recompute_activations=choice)
+            shown.append(f"{training.activations() / GIB:.1f}")
+    (sentence,) = re.findall(r"^A layer keeps .*?4,096\.$", text, re.MULTILINE | re.DOTALL)
+    figures = re.findall(r"\d+ KiB|\d+\.\d|(?<=or )\d+(?= if)", sentence)
+    assert figures == shown
+
+
+def test_training_recomputes_long_micro_batches_by_default() -> None:
+    training = next(iter(trainings().values()))
+    for rows, chosen in ((1024, False), (1025, True)):
+        expected = replace(training, rows=rows, recompute_activations=chosen).activations()
+        assert replace(training, rows=rows).activations() == expected
