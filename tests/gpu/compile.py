@@ -91,6 +91,8 @@ DEEPSEEK_FLOAT32 = replace(DEEPSEEK, name="DeepSeek-V3 fp32", dtype=torch.float3
 LATENT = Latent(rank=512, rotary=64, plain=128, value=128)
 GEMMA_3 = Shape("Gemma-3-270m", 640, 4, 1, 256, 2048, 262_144, head_norms=True)
 GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201_088, head_norms=False)
+QWEN_MOE = Shape("Qwen3-30B-A3B", 2048, 32, 4, 128, 768, 151_936, head_norms=True)
+QWEN_MOE_FLOAT32 = replace(QWEN_MOE, name="Qwen3-30B-A3B fp32", dtype=torch.float32)
 LFM2 = Shape(
     "LFM2-1.2B", 2048, 32, 8, 64, 8192, 65_536, head_norms=True, state=ShortConv((True,), 2048, 3)
 )
@@ -690,6 +692,36 @@ def _gradient_rows(shape: Shape) -> None:
         side.add_rows(x, positions, embedding, 1.0)
 
 
+def _gradient_experts(shape: Shape) -> None:
+    """Route, multiply and differentiate the experts of some rows."""
+    from nano_inference.ops.gradients import RouteShape
+    from nano_inference.ops.settings import Routing
+
+    side, count, hidden, inner = _gradients(shape), 128, shape.hidden, shape.inner
+    sizes = ((2 * inner, hidden), (hidden, inner))
+    for scores, kind in (("softmax", "none"), ("sigmoid", "plain"), ("softmax", "gated")):
+        route = RouteShape(count, Routing(8, True, scores), kind)  # type: ignore[arg-type]
+        logits = shape.empty(16, count + (kind == "gated"), dtype=torch.float32)
+        ids = torch.arange(8).expand(16, 8).contiguous()
+        weights = side.route_weights(logits, ids, route)
+        side.route_gradient(logits, ids, route, weights)
+    for rows in (1, 2, 7, TRAINED):
+        choices = side.choices(torch.arange(8).expand(rows, 8).contiguous(), count)
+        for height, width in sizes:
+            x, bias = shape.empty(8 * rows, width), shape.empty(count * height)
+            stack = shape.empty(count * height, width)
+            weights = side.packed_experts(stack, count)
+            out = side.expert_products(x, weights, choices)
+            side.expert_products(x, weights, choices, bias)
+            turned = side.packed_experts_turned(stack, count)
+            d_x = side.expert_products(side.rounded(out), turned, choices)
+            side.row_products(d_x, d_x)
+            side.sum_experts(d_x, choices, None)
+            side.sum_experts(d_x, choices, shape.empty(rows, 9, dtype=torch.float32))
+            side.add_expert_outers(out, x, choices, shape.empty(*stack.shape, dtype=torch.float32))
+            side.add_expert_columns(out, choices, shape.empty(len(bias), dtype=torch.float32))
+
+
 def _gradient_head(shape: Shape) -> None:
     from nano_inference.ops.gradients import LogitRule
 
@@ -807,6 +839,12 @@ CALLS = [
     Call("trunk of 1 or 8 rows", _few_rows_small, small=True, shapes=(QWEN,)),
     Call("gradients of products", _gradient_products, small=True, shapes=(LLAMA, QWEN_FLOAT32)),
     Call("gradients of rows", _gradient_rows, small=True, shapes=(QWEN_8B, LLAMA, GEMMA_3)),
+    Call(
+        "gradients of experts",
+        _gradient_experts,
+        small=True,
+        shapes=(QWEN_MOE, GPT_OSS, QWEN_MOE_FLOAT32),
+    ),
     Call("gradients of logits", _gradient_head, shapes=(QWEN, GEMMA_2)),
     Call(
         "gradients of attention",

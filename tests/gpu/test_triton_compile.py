@@ -24,6 +24,7 @@ ROW_BY_ROW = (
     "score",
     "gradients of products",
     "gradients of rows",
+    "gradients of experts",
 )  # called with several row counts
 
 

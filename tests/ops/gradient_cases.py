@@ -19,9 +19,11 @@ from nano_inference.ops.gradients import (
     PathRows,
     Rotary,
     Rotated,
+    RouteShape,
 )
 from nano_inference.ops.reference.backend import rotate
 from nano_inference.ops.rowwise import Norm
+from nano_inference.ops.settings import Routing
 
 # relative norm of an error
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -423,6 +425,143 @@ class Sums:
         require_near(results[1], 1 + rows.double().sum(0), torch.float32)
 
 
+@dataclass(frozen=True)
+class Routes:
+    n: int
+    count: int
+    scores: Any
+    renormalized: bool
+    floor: float
+    shared: Any
+    dtype: torch.dtype
+    seed: int
+
+    @property
+    def shape(self) -> RouteShape:
+        routing = Routing(3, self.renormalized, self.scores, 2.5, self.floor)
+        return RouteShape(self.count, routing, self.shared)
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        logits = 2 * numbers(self.seed, self.n, self.count + (self.shared == "gated"))
+        ids = numbers(self.seed + 1, self.n, self.count).topk(3).indices.sort().values
+        return logits, ids.contiguous(), numbers(self.seed + 2, self.n, self.shape.num_weights)
+
+    def run(self, side: GradientOps) -> Sequence[Tensor]:
+        logits, ids, d_weights = (each.to(side.device) for each in self.inputs())
+        weights = side.route_weights(logits, ids, self.shape)
+        return [weights, side.route_gradient(logits, ids, self.shape, d_weights)]
+
+    def require(self, results: Sequence[Tensor]) -> None:
+        logits, ids, d_weights = self.inputs()
+        leaf = logits.double().requires_grad_()
+        of_experts = leaf[:, : self.count]
+        odds = of_experts.softmax(-1) if self.scores == "softmax" else of_experts.sigmoid()
+        exact = odds.gather(1, ids)
+        if self.renormalized:
+            exact = exact / exact.sum(-1, keepdim=True).clamp(min=self.floor)
+        exact = exact * 2.5
+        if self.shared != "none":
+            gate = leaf[:, self.count :].sigmoid()
+            lone = gate if self.shared == "gated" else torch.ones(self.n, 1).double()
+            exact = torch.cat((exact, lone), dim=1)
+        require_near(results[0], exact.detach(), torch.float32)
+        (expected,) = torch.autograd.grad(exact, leaf, d_weights.double())
+        require_near(results[1], expected, torch.float32)
+
+
+@dataclass(frozen=True)
+class RowProducts:
+    n: int
+    columns: int
+    dtype: torch.dtype
+    seed: int
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        return numbers(self.seed, self.n, self.columns), numbers(
+            self.seed + 1, self.n, self.columns
+        )
+
+    def run(self, side: GradientOps) -> Sequence[Tensor]:
+        return [side.row_products(*(each.to(side.device) for each in self.inputs()))]
+
+    def require(self, results: Sequence[Tensor]) -> None:
+        a, b = (each.double() for each in self.inputs())
+        error = (results[0] - (a * b).sum(1)).abs()
+        assert bool((error <= 1e-6 * (a * b).abs().sum(1)).all())
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Products of rows with `per_row` experts each, among the first `used` of all."""
+
+    n: int
+    count: int
+    used: int
+    per_row: int
+    rows: int
+    columns: int
+    has_bias: bool
+    dtype: torch.dtype
+    seed: int
+
+    def ids(self) -> Tensor:
+        used = max(self.per_row, min(self.used, self.count))
+        return numbers(self.seed, self.n, used).topk(self.per_row).indices.sort().values
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return rows, stack, bias, gradients by flattened ids, weights of choices, and totals."""
+        stack, choices = self.count * self.rows, self.n * self.per_row
+        return (
+            numbers(self.seed + 1, self.n, self.columns, dtype=self.dtype),
+            numbers(self.seed + 2, stack, self.columns, dtype=self.dtype),
+            numbers(self.seed + 3, stack, dtype=self.dtype),
+            numbers(self.seed + 4, choices, self.rows),
+            numbers(self.seed + 5, self.n, self.per_row + 1),
+            numbers(self.seed + 6, stack, self.columns),
+            numbers(self.seed + 7, stack),
+        )
+
+    def run(self, side: GradientOps) -> Sequence[Tensor]:
+        return self.results(side, self.ids(), self.inputs())
+
+    def results(self, side: GradientOps, ids: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return results by flattened ids, sums of rows, and totals."""
+        x, stack, bias, d_out, factors, *totals = (each.to(side.device) for each in inputs)
+        choices = side.choices(ids.to(side.device).contiguous(), self.count)
+        inputs_of = x[choices.rows].contiguous()
+        bias = bias if self.has_bias else None
+        weights = side.packed_experts(stack, self.count)
+        out = side.expert_products(inputs_of, weights, choices, bias)
+        d_sorted = d_out[choices.order].contiguous()
+        turned = side.packed_experts_turned(stack, self.count)
+        d_inputs = side.expert_products(side.rounded(d_sorted), turned, choices)
+        total, total_bias = (each.clone() for each in totals)
+        side.add_expert_outers(d_sorted, inputs_of, choices, total)
+        side.add_expert_columns(d_sorted, choices, total_bias)
+        weighed = side.sum_experts(out, choices, factors)
+        d_x = side.sum_experts(d_inputs, choices, None)
+        places = choices.order.argsort()
+        return [out[places], d_inputs[places], weighed, d_x, total, total_bias]
+
+    def require(self, results: Sequence[Tensor]) -> None:
+        x, stack, bias, d_out, factors, total, total_bias = (
+            each.double() for each in self.inputs()
+        )
+        ids, d_out = self.ids().flatten(), d_out.to(self.dtype).double()
+        x = x.repeat_interleave(self.per_row, dim=0)
+        matrices = stack.view(self.count, self.rows, self.columns)
+        out = (matrices[ids] @ x[:, :, None])[..., 0]
+        out = out + bias.view(self.count, -1)[ids] if self.has_bias else out
+        d_inputs = (d_out[:, None, :] @ matrices[ids])[:, 0]
+        by_row = out.view(self.n, self.per_row, -1), d_inputs.view(self.n, self.per_row, -1)
+        weighed = (by_row[0] * factors[:, : self.per_row, None]).sum(1)
+        outers = total.view_as(matrices).index_add(0, ids, d_out[:, :, None] * x[:, None, :])
+        columns = total_bias.view(self.count, -1).index_add(0, ids, self.inputs()[3].double())
+        exact = out, d_inputs, weighed, by_row[1].sum(1), outers.view_as(total), columns.flatten()
+        for actual, value in zip(results, exact, strict=True):
+            require_near(actual, value, torch.float32)
+
+
 def cases(dtypes: SearchStrategy[torch.dtype], most: int = 90) -> dict[str, SearchStrategy[Any]]:
     """Return strategies of cases of up to `most` rows by the operation that they are about."""
     counts, seeds, flags = st.integers(1, most), st.integers(0, 9), st.booleans()
@@ -460,6 +599,18 @@ def cases(dtypes: SearchStrategy[torch.dtype], most: int = 90) -> dict[str, Sear
             Logits,
             *(st.integers(1, 20), st.sampled_from([1, 31, 385, 1100, 4100])),
             *(st.sampled_from([0.0, 5.0]), flags, dtypes, seeds),
+        ),
+        "route": st.builds(
+            Routes,
+            *(st.integers(1, 40), st.sampled_from([4, 17, 60])),
+            *(st.sampled_from(["softmax", "sigmoid"]), flags, st.sampled_from([0.0, 1e-20, 0.9])),
+            *(st.sampled_from(["none", "plain", "gated"]), dtypes, seeds),
+        ),
+        "row products": st.builds(RowProducts, counts, wide, dtypes, seeds),
+        "experts": st.builds(
+            Experts,
+            *(counts, st.integers(3, 9), st.integers(1, 9), st.integers(1, 3), wide, wide),
+            *(flags, dtypes, seeds),
         ),
         "sums": st.builds(Sums, counts, wide, st.sampled_from([1, 5, 200]), dtypes, seeds),
     }

@@ -11,13 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.ops.gradients import PathRows, Rotated
+from nano_inference.ops.gradients import PathRows, Rotated, RouteShape
+from nano_inference.ops.settings import Routing
 from tests.depth import at_depth
-from tests.ops.gradient_cases import Attentions, Case, cases, numbers
+from tests.ops.gradient_cases import Attentions, Case, Experts, cases, numbers
 
 pytest.importorskip("triton")
 
-from nano_inference.ops.cuda import gradient_products
+from nano_inference.ops.cuda import gradient_experts, gradient_products
 from nano_inference.ops.cuda.gradient_attention import key_tiles, query_tiles
 from nano_inference.ops.cuda.gradient_products import add_matrices
 from nano_inference.ops.cuda.gradients import CudaGradients
@@ -62,6 +63,37 @@ def test_attention_rows_depend_only_on_their_paths(case: Attentions) -> None:
 
 
 @FEW
+@given(CASES["experts"])
+def test_gradients_of_an_expert_depend_only_on_its_rows(case: Experts) -> None:
+    """The bits are those of a micro-batch of these rows, and of one product of a dense layer."""
+    side, ids = CudaGradients(case.dtype, DEVICE), case.ids()
+    x, stack, bias, d_out, factors, total, total_bias = case.inputs()
+    whole = case.results(side, ids, case.inputs())
+    out, d_inputs = (each.unflatten(0, ids.shape) for each in whole[:2])
+    d_by_row = d_out.unflatten(0, ids.shape)
+    for expert in range(case.count):
+        rows, choice = (ids == expert).nonzero(as_tuple=True)
+        part = slice(expert * case.rows, (expert + 1) * case.rows)
+        if not len(rows):
+            assert torch.equal(whole[4][part].cpu(), total[part])
+            assert torch.equal(whole[5][part].cpu(), total_bias[part])
+            continue
+        alone = x[rows], stack, bias, d_by_row[rows].flatten(0, 1), factors[rows], total, total_bias
+        results = case.results(side, ids[rows], alone)
+        here = torch.arange(len(rows)), choice
+        assert torch.equal(results[0].unflatten(0, (len(rows), -1))[here], out[rows, choice])
+        assert torch.equal(results[1].unflatten(0, (len(rows), -1))[here], d_inputs[rows, choice])
+        assert torch.equal(results[4][part], whole[4][part])
+        assert torch.equal(results[5][part], whole[5][part])
+        dense, dense_bias = total[part].to(DEVICE), total_bias[part].to(DEVICE)
+        of_expert = d_by_row[rows, choice].to(DEVICE)
+        side.add_outer(of_expert, x[rows].to(DEVICE), dense)
+        side.add_columns(of_expert, dense_bias)
+        assert torch.equal(dense, whole[4][part])
+        assert torch.equal(dense_bias, whole[5][part])
+
+
+@FEW
 @given(CASES["attention"], st.sampled_from([1, 7, 64]))
 def test_attention_tiles_hold_every_visible_pair_once(case: Attentions, size: int) -> None:
     segments = case.segments()
@@ -100,6 +132,35 @@ def test_long_sums_are_added_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     out = torch.zeros(1, 1, device=DEVICE)
     add_matrices(left.to(DEVICE), right.to(DEVICE), out)
     assert float(out) == 2.0**24 + 4 * 4
+
+
+def test_long_sums_of_an_expert_are_added_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of the second of three experts begin after one row of the first."""
+    monkeypatch.setattr(gradient_experts, "SEGMENT", 256)
+    d_out = torch.full((1 + 5 * 256, 1), 2.0**-6)
+    d_out[:257] = 0
+    d_out[0] = d_out[1] = 2.0**24
+    side, ids = CudaGradients(torch.float32, DEVICE), torch.ones(len(d_out), 1, dtype=torch.int64)
+    ids[0] = 0
+    total = torch.zeros(3, 1, device=DEVICE)
+    choices = side.choices(ids.to(DEVICE), 3)
+    side.add_expert_outers(d_out.to(DEVICE), torch.ones_like(d_out).to(DEVICE), choices, total)
+    assert total.flatten().tolist() == [2.0**24, 2.0**24 + 4 * 4, 0]
+
+
+def test_mismatched_rows_of_experts_are_rejected() -> None:
+    side = CudaGradients(torch.float32, torch.device("cpu"))
+    choices = side.choices(torch.tensor([[0, 2], [1, 2]]), 3)
+    weights = side.packed_experts(numbers(1, 3 * 8, 16), 3)
+    with pytest.raises(ValueError, match="do not fit 4 choices"):
+        side.expert_products(numbers(2, 3, 16), weights, choices)
+    with pytest.raises(ValueError, match="do not give"):
+        side.add_expert_outers(numbers(2, 4, 8), numbers(3, 4, 16), choices, torch.zeros(8, 16))
+    with pytest.raises(ValueError, match="do not fit rows"):
+        side.row_products(numbers(2, 4, 8), numbers(2, 4, 9))
+    shape = RouteShape(3, Routing(2, True), "gated")
+    with pytest.raises(ValueError, match="do not fit 3 experts"):
+        side.route_weights(numbers(1, 2, 3), torch.tensor([[0, 2], [1, 2]]), shape)
 
 
 def test_mismatched_matrices_are_rejected() -> None:

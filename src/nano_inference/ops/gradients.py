@@ -103,7 +103,98 @@ class RouteShape(NamedTuple):
         return self.routing.per_token + (self.shared != "none")
 
 
-class GradientOps(Protocol):
+class Choices(NamedTuple):
+    """Choices of experts, P = N * K: a row and one of its experts, sorted by expert, then by row.
+
+    Attributes:
+        order: Index of each choice in the flattened ids of all rows, int64 [P].
+        per_row: K, the number of choices of a row.
+        groups: Bounds of each expert's choices, as the backend reads them.
+    """
+
+    order: Tensor
+    per_row: int
+    groups: Any
+
+    @property
+    def rows(self) -> Tensor:
+        """Row of each choice, int64 [P]."""
+        return self.order // self.per_row
+
+    def weights_of(self, weights: Tensor) -> Tensor:
+        """Return the weight of each choice, [P, 1], from those of rows, [N, K or more]."""
+        return weights[self.rows, self.order % self.per_row, None]
+
+
+class ExpertOps(Protocol):
+    """The operations that only layers of experts need.
+
+    A parameter stacks the matrices of `count` experts: [count * R, C].
+    """
+
+    def route_weights(self, logits: Tensor, ids: Tensor, shape: RouteShape) -> Tensor:
+        """Return the weights of each row's experts, and of the shared one if there is one.
+
+        Args:
+            logits: Router's logits, float32 [N, E], and one more for a shared expert's gate.
+            ids: Experts of each row, int64 [N, K], rising.
+            shape: Routing of the layer.
+        """
+        ...
+
+    def route_gradient(
+        self, logits: Tensor, ids: Tensor, shape: RouteShape, d_weights: Tensor
+    ) -> Tensor:
+        """Differentiate `route_weights` with respect to the logits: float32 like `logits`."""
+        ...
+
+    def row_products(self, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply each row of `a` by the same row of `b`, float32 [N, C]: the sums [N]."""
+        ...
+
+    def choices(self, ids: Tensor, count: int) -> Choices:
+        """Sort the choices of rows, int64 [N, K], among `count` experts."""
+        ...
+
+    def packed_experts(self, stack: Tensor, count: int) -> Any:
+        """Return stacked matrices [R, C] of this dtype as weights [R, C]."""
+        ...
+
+    def packed_experts_turned(self, stack: Tensor, count: int) -> Any:
+        """Return stacked matrices [R, C] of this dtype as weights [C, R]."""
+        ...
+
+    def expert_products(
+        self, x: Tensor, weights: Any, choices: Choices, bias: Tensor | None = None
+    ) -> Tensor:
+        """Multiply each choice's row of x, [P, columns] of this dtype, by its expert's weight.
+
+        The result is float32 [P, rows]. `bias` has a number for each row of all weights.
+        """
+        ...
+
+    def add_expert_outers(self, d_out: Tensor, x: Tensor, choices: Choices, total: Tensor) -> None:
+        """Add the `add_outer` of each expert's choices to its part of `total`, float32 like the
+        stack.
+        """
+        ...
+
+    def add_expert_columns(self, rows: Tensor, choices: Choices, total: Tensor) -> None:
+        """Add the sum of each expert's float32 rows [P, C] to its part of `total`, [count * C]."""
+        ...
+
+    def sum_experts(self, rows: Tensor, choices: Choices, weights: Tensor | None) -> Tensor:
+        """Add up the rows [P, C] of each row's choices by rising expert: float32 [N, C].
+
+        Args:
+            rows: Float32 rows.
+            choices: Choices of N rows.
+            weights: Factors, float32 [N, K or more]. None: all are 1.
+        """
+        ...
+
+
+class GradientOps(ExpertOps, Protocol):
     """The operations of a backward pass on one device.
 
     Attributes:
@@ -260,28 +351,4 @@ class GradientOps(Protocol):
                 [M, W].
             rule: Conversion into levels.
         """
-        ...
-
-
-class ExpertOps(GradientOps, Protocol):
-    """Further operations, for layers of experts."""
-
-    def route_weights(self, logits: Tensor, ids: Tensor, shape: RouteShape) -> Tensor:
-        """Return the weights of each row's experts, and of the shared one if there is one.
-
-        Args:
-            logits: Router's logits, float32 [N, E], and one more for a shared expert's gate.
-            ids: Experts of each row, int64 [N, K], rising.
-            shape: Routing of the layer.
-        """
-        ...
-
-    def route_gradient(
-        self, logits: Tensor, ids: Tensor, shape: RouteShape, d_weights: Tensor
-    ) -> Tensor:
-        """Differentiate `route_weights` with respect to the logits: float32 like `logits`."""
-        ...
-
-    def row_products(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply each row of `a` by the same row of `b`, float32 [N, C]: the sums [N]."""
         ...

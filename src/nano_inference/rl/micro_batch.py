@@ -77,8 +77,11 @@ class MicroBatch:
         segments = tuple(replace(each, path=each.path.to(device)) for each in self.segments)
         return replace(self, segments=segments, **moved)
 
-    def experts_by_layer(self, moe: MoeSpec | None) -> dict[int, Tensor]:
-        """Return the engine's choice of experts by layer: [N, K], rising in each row.
+    def experts_by_layer(
+        self, moe: MoeSpec | None, device: torch.device | None = None
+    ) -> dict[int, Tensor]:
+        """Return the engine's choice of experts by layer, [N, K], rising in each row, on a device
+        (None: that of the batch).
 
         Raises `RuntimeError` if there is no choice for each row and layer.
         """
@@ -97,7 +100,7 @@ class MicroBatch:
         if not rising:
             raise RuntimeError("the engine's choice of experts is missing or invalid for a row.")
         mixed = [layer for layer, has_experts in enumerate(moe.layers) if has_experts]
-        return dict(zip(mixed, routes.unbind(1), strict=True))
+        return dict(zip(mixed, routes.to(device or routes.device).unbind(1), strict=True))
 
 
 def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterator[MicroBatch]:

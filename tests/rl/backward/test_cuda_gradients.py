@@ -18,8 +18,10 @@ from torch import Tensor
 from nano_inference import LoraSettings
 from nano_inference.rl import LoraPolicy, PolicyModel, activations, score
 from tests.depth import at_depth
+from tests.models.families import CASES
+from tests.models.strong import strong_model
 from tests.models.tiny import FAMILIES, tiny_llama, tiny_model
-from tests.rl.backward.test_kernel_gradients import by_torch, worst
+from tests.rl.backward.test_kernel_gradients import EXPERTS, by_torch, worst
 from tests.rl.test_activations import SLOW, TARGETS, require_equal_bits
 from tests.rl.training import bits, build, gradients
 
@@ -36,7 +38,7 @@ SEQUENCES = [
     for j, n in ((1, 12), (2, 9), (1, 16), (4, 34), (2, 9))
 ]
 SMALL = {"hidden_size": 48, "intermediate_size": 80, "vocab_size": 300}
-COVERED = [family for family in FAMILIES if family not in ("mixtral", "nanochat")]
+COVERED = [family for family in FAMILIES if family != "nanochat"]
 
 
 def on_cuda(folder: Path, **options: Any) -> Any:
@@ -71,9 +73,26 @@ def test_cuda_gradients_of_families_equal_torch(
     assert 0 < worst(ours, theirs) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["mixtral", "nanochat"])
-def test_uncovered_families_differentiate_in_torch(tmp_path: Path, family: str) -> None:
-    with on_cuda(tiny_model(tmp_path, family, **SMALL)) as engine:
+@pytest.mark.parametrize("family", EXPERTS)
+def test_cuda_gradients_of_experts_equal_torch(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared experts, gates, biases, softmax and sigmoid, and experts that no row chose."""
+    case = CASES[family]
+    strong_model(tmp_path, case.class_name, **case.config)
+    with on_cuda(tmp_path) as engine:
+        policy = PolicyModel(engine, micro_batch_tokens=32)
+        assert policy.gradients == "kernels"
+        ours = gradients(policy, SEQUENCES, temperature=0.8)
+        theirs = by_torch(policy, monkeypatch, sequences=SEQUENCES, temperature=0.8)
+    unchosen = {name for name, grad in theirs.items() if not grad.any()}
+    assert unchosen == {name for name, grad in ours.items() if not grad.any()}
+    for name in theirs.keys() - unchosen:
+        assert float((ours[name] - theirs[name]).norm() / theirs[name].norm()) < 2e-5, name
+
+
+def test_uncovered_families_differentiate_in_torch(tmp_path: Path) -> None:
+    with on_cuda(tiny_model(tmp_path, "nanochat", **SMALL)) as engine:
         assert PolicyModel(engine).gradients == "torch"
 
 
@@ -155,7 +174,7 @@ def test_gradients_after_close_have_the_same_bits(tmp_path: Path) -> None:
 
 @settings(max_examples=at_depth(5), deadline=None, suppress_health_check=SLOW)
 @given(
-    family=st.sampled_from(["llama", "gemma2", "qwen3", "granite"]),
+    family=st.sampled_from(["llama", "gemma2", "qwen3", "granite", "mixtral"]),
     layers=st.integers(1, 2),
     targets=st.sets(st.sampled_from(TARGETS), max_size=2),
     sequences=st.lists(st.lists(st.integers(5, 8), min_size=2, max_size=9), max_size=2, min_size=1),
@@ -167,19 +186,22 @@ def test_recomputed_layers_keep_all_bits_on_cuda(
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(activations, "KEPT_ROWS", kept_rows)
         tiny_model(Path(folder), family, **SMALL, num_hidden_layers=layers)
+        targets = set() if family == "mixtral" else targets  # no adapters of models with experts
         with on_cuda(Path(folder), max_loras=1 if targets else 0) as engine:
             require_equal_bits(engine, sequences, tuple(sorted(targets)), micro_batch_tokens=8)
 
 
-def test_cuda_gradients_do_not_depend_on_the_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen2-moe"])
+def test_cuda_gradients_do_not_depend_on_the_engine(tmp_path: Path, family: str) -> None:
     """Other chunks, caches and kernels of the forward pass change no bit of gradients."""
-    folder = tiny_llama(tmp_path, std=0.1)
+    case = CASES[family]
+    strong_model(tmp_path, case.class_name, **case.config)
     results: list[dict[str, Tensor]] = []
     for options in (
         {"batch_invariant": True},
         {"batch_invariant": True, "max_chunk_tokens": 7, "cache_type": "radix", "block_size": 32},
     ):
-        with on_cuda(folder, **options) as engine:
+        with on_cuda(tmp_path, **options) as engine:
             grads = gradients(PolicyModel(engine, num_workers=2), SEQUENCES[:3])
             results.append({name: grad.clone() for name, grad in grads.items()})
     assert all(torch.equal(results[1][name], grad) for name, grad in results[0].items())

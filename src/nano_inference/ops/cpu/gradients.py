@@ -6,6 +6,7 @@ threads or on the instruction set.
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from nano_inference.arrays import (
@@ -24,6 +25,7 @@ from nano_inference.ops.cpu.weights import DTYPES, LANES
 from nano_inference.ops.gradients import (
     Attended,
     AttentionRule,
+    Choices,
     HeadShape,
     LogitRule,
     Packed,
@@ -56,6 +58,13 @@ class AdamRule(NamedTuple):
     root_divisor: float
     eps: float
     factor: float
+
+
+class Group(NamedTuple):
+    """An expert with rows, and its choices."""
+
+    expert: int
+    choices: slice
 
 
 class GradientKernels:
@@ -323,6 +332,62 @@ class GradientKernels:
         self.kernels.nano_row_products(
             *(a.data_ptr(), b.data_ptr(), rows, columns, out.data_ptr(), self.num_threads)
         )
+        return out
+
+    def choices(self, ids: Tensor, count: int) -> Choices:
+        """Implement `ExpertOps.choices`. `groups` are the bounds of experts with rows."""
+        order = ids.flatten().argsort(stable=True)
+        sizes = namespace(ids).bincount(ids.flatten(), minlength=count).tolist()
+        ends = accumulate(sizes)
+        groups = [
+            Group(expert, slice(end - size, end))
+            for expert, (size, end) in enumerate(zip(sizes, ends, strict=True))
+            if size
+        ]
+        return Choices(order, ids.shape[1], groups)
+
+    def packed_experts(self, stack: Tensor, count: int) -> list[Packed]:
+        """Implement `ExpertOps.packed_experts` by a copy of each."""
+        return [self.packed(one) for one in stack.chunk(count)]
+
+    def packed_experts_turned(self, stack: Tensor, count: int) -> list[Packed]:
+        """Implement `ExpertOps.packed_experts_turned` by a copy of each."""
+        return [self.packed_turned(one) for one in stack.chunk(count)]
+
+    def expert_products(
+        self,
+        x: Tensor,
+        weights: Sequence[Packed],
+        choices: Choices,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Implement `ExpertOps.expert_products`, expert by expert."""
+        width = weights[0].rows
+        out = namespace(x).empty((len(x), width), dtype=namespace(x).float32)
+        for expert, rows in choices.groups:
+            part = None if bias is None else bias[expert * width : (expert + 1) * width]
+            self._multiply(x[rows], weights[expert], out[rows], bias=part)
+        return out
+
+    def add_expert_outers(self, d_out: Tensor, x: Tensor, choices: Choices, total: Tensor) -> None:
+        """Implement `ExpertOps.add_expert_outers`, expert by expert."""
+        height = d_out.shape[1]
+        for expert, rows in choices.groups:
+            part = total[expert * height : (expert + 1) * height]
+            self.add_outer(d_out[rows], x[rows], part)
+
+    def add_expert_columns(self, rows: Tensor, choices: Choices, total: Tensor) -> None:
+        """Implement `ExpertOps.add_expert_columns`, expert by expert."""
+        width = rows.shape[1]
+        for expert, some in choices.groups:
+            self.add_columns(rows[some], total[expert * width : (expert + 1) * width])
+
+    def sum_experts(self, rows: Tensor, choices: Choices, weights: Tensor | None) -> Tensor:
+        """Implement `ExpertOps.sum_experts` by `add_rows`."""
+        xp = namespace(rows)
+        out = xp.zeros((len(rows) // choices.per_row, rows.shape[1]), dtype=xp.float32)
+        rows = rows if weights is None else rows * choices.weights_of(weights)
+        self.add_rows(rows, choices.rows, out)
         return out
 
     def adam_step(

@@ -1,14 +1,50 @@
-"""Parts of a kernel that multiplies a tile of rows by columns of one expert: which rows and columns
-they are, and their results.
+"""Rows sorted by expert and cut into tiles, and parts of a kernel that multiplies a tile of rows by
+columns of one expert: which rows and columns they are, and their results.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from nano_inference.ops.cuda.rows import gated
+
+
+class ExpertTiles(NamedTuple):
+    """Rows sorted by expert and cut into tiles. A place is an index into the sorted rows."""
+
+    order: Tensor  # int64 [P]: the original index at each place
+    # int64 [T]: expert of each tile, or the number of experts if the tile is not needed
+    experts: Tensor
+    firsts: Tensor  # int64 [T]: first place of each tile
+    ends: Tensor  # int64 [T]: end of its expert's places
+
+
+def sorted_by_expert(held: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Sort rows stably by their experts, int64 [P]: the original index at each place, and the first
+    place of each expert and the end, int64 [E + 1].
+    """
+    by_expert, order = held.sort(stable=True)
+    return order, torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=held.device))
+
+
+def expert_tiles(order: Tensor, starts: Tensor, rows: int) -> ExpertTiles:
+    """Cut rows that are sorted by expert into tiles of at most `rows`. Their number follows from
+    the number of rows, so the host waits for nothing.
+    """
+    num_experts = len(starts) - 1
+    # number of tiles up to and including each expert
+    ends = ((starts.diff() + rows - 1) // rows).cumsum(0)
+    tiles = torch.arange(-(-len(order) // rows) + min(num_experts, len(order)), device=order.device)
+    experts = torch.searchsorted(ends, tiles, right=True)
+    known = experts.clamp(max=num_experts - 1)
+    before = torch.where(known > 0, ends[(known - 1).clamp(min=0)], 0)
+    return ExpertTiles(order, experts, starts[known] + (tiles - before) * rows, starts[known + 1])
 
 
 @triton.jit

@@ -33,7 +33,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-_TILES = {False: Tile(128, 128, 64, 8, 3), True: Tile(64, 64, 16, 8, 2)}  # key: float32
+TILES = {False: Tile(128, 128, 64, 8, 3), True: Tile(64, 64, 16, 8, 2)}  # key: float32
 
 
 def add_matrices(
@@ -68,7 +68,7 @@ def add_matrices(
     if out.numel() == 0:
         return
     left_turned, right_turned = _is_turned(left), _is_turned(right)
-    tile = _TILES[left.dtype == torch.float32]
+    tile = TILES[left.dtype == torch.float32]
     programs = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
     _product_kernel[(programs,)](
         left,
@@ -147,6 +147,40 @@ def _product_kernel(
     else:
         right_ptrs = right_ptr + columns[None, :] + ks[:, None] * right_stride
         right_step = right_stride
+    total = summed_products(
+        left_ptrs, left_step, right_ptrs, right_step, row_mask, column_mask, depth,
+        SEGMENT, ROWS, COLUMNS, DEPTH, PRECISION,
+    )  # fmt: skip
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[
+            None, :
+        ]
+    total *= scale
+    out_ptrs = out_ptr + rows[:, None] * out_stride + columns[None, :]
+    if ADDS:
+        total += tl.load(out_ptrs, mask=row_mask & column_mask, other=0.0)
+    tl.store(out_ptrs, total, mask=row_mask & column_mask)
+
+
+@triton.jit
+def summed_products(
+    left_ptrs,
+    left_step,
+    right_ptrs,
+    right_step,
+    row_mask,
+    column_mask,
+    depth,
+    SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return the sums of products [ROWS, COLUMNS] over `depth` k in the order of this module. The
+    pointers are those of the first `DEPTH` k, and the steps lead to the next k.
+    """
+    ks = tl.arange(0, DEPTH).to(tl.int64)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, depth, SEGMENT):
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -159,12 +193,4 @@ def _product_kernel(
             )
             sums = tl.dot(left, right, sums, input_precision=PRECISION)
         total += sums
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[
-            None, :
-        ]
-    total *= scale
-    out_ptrs = out_ptr + rows[:, None] * out_stride + columns[None, :]
-    if ADDS:
-        total += tl.load(out_ptrs, mask=row_mask & column_mask, other=0.0)
-    tl.store(out_ptrs, total, mask=row_mask & column_mask)
+    return total

@@ -9,7 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nano_inference.ops.cuda import gradient_attention, gradient_rows
+from nano_inference.ops.cuda import (
+    gradient_attention,
+    gradient_experts,
+    gradient_routes,
+    gradient_rows,
+)
 from nano_inference.ops.cuda.gradient_attention import TreePaths, tree_paths
 from nano_inference.ops.cuda.gradient_head import logit_gradient
 from nano_inference.ops.cuda.gradient_products import add_matrices
@@ -17,6 +22,7 @@ from nano_inference.ops.cuda.rows import rms_norm
 from nano_inference.ops.gradients import (
     Attended,
     AttentionRule,
+    Choices,
     HeadShape,
     Packed,
     PathRows,
@@ -40,6 +46,12 @@ class CudaGradients:
     add_rows = staticmethod(gradient_rows.add_rows)
     attend = staticmethod(gradient_attention.attend)
     logit_gradient = staticmethod(logit_gradient)
+    route_weights = staticmethod(gradient_routes.route_weights)
+    route_gradient = staticmethod(gradient_routes.route_gradient)
+    row_products = staticmethod(gradient_routes.row_products)
+    expert_products = staticmethod(gradient_experts.expert_products)
+    add_expert_columns = staticmethod(gradient_experts.add_expert_columns)
+    sum_experts = staticmethod(gradient_experts.sum_experts)
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -112,3 +124,19 @@ class CudaGradients:
     def gate(self, x: Tensor, activation: str) -> Tensor:
         """Implement `GradientOps.gate` with the kernel that serves."""
         return gradient_rows.gate_rows(x, activation, self.dtype)
+
+    def choices(self, ids: Tensor, count: int) -> Choices:
+        """Implement `ExpertOps.choices` with tiles for products of this dtype."""
+        return gradient_experts.choices_of(ids, count, self.dtype)
+
+    def packed_experts(self, stack: Tensor, count: int) -> Tensor:
+        """Implement `ExpertOps.packed_experts` by a view [count, C, R]."""
+        return self.packed_experts_turned(stack, count).transpose(1, 2)
+
+    def packed_experts_turned(self, stack: Tensor, count: int) -> Tensor:
+        """Implement `ExpertOps.packed_experts_turned` by a view [count, R, C]."""
+        return stack.view(count, -1, stack.shape[1])
+
+    def add_expert_outers(self, d_out: Tensor, x: Tensor, choices: Choices, total: Tensor) -> None:
+        """Implement `ExpertOps.add_expert_outers` in one launch."""
+        gradient_experts.add_expert_outers(self.rounded(d_out), x, choices, total)

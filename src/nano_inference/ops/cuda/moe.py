@@ -12,14 +12,17 @@ nothing.
 # pyright: reportGeneralTypeIssues=false
 # pyright: reportUnreachable=false, reportOperatorIssue=false
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nano_inference.ops.cuda.expert_tiles import store_tile, tile_of_expert
+from nano_inference.ops.cuda.expert_tiles import (
+    expert_tiles,
+    sorted_by_expert,
+    store_tile,
+    tile_of_expert,
+)
 from nano_inference.ops.cuda.matmul import invariant_product
 from nano_inference.ops.cuda.quantised_experts import quantised_experts
 from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned
@@ -30,16 +33,6 @@ ROWS = 16  # rows per tile: few, since in a decode step an expert gets about one
 COLUMNS = 64
 ROW_BLOCK = 4096  # rows whose products with all of their experts are in memory together
 SUM_BLOCK = 1024
-
-
-class ExpertTiles(NamedTuple):
-    """Rows sorted by expert and cut into tiles. A place is an index into the sorted rows."""
-
-    order: Tensor  # int64 [P]: the original index at each place
-    # int64 [T]: expert of each tile, or the number of experts if the tile is not needed
-    experts: Tensor
-    firsts: Tensor  # int64 [T]: first place of each tile
-    ends: Tensor  # int64 [T]: end of its expert's places
 
 
 def moe(
@@ -94,7 +87,7 @@ def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
     hidden, inner = x.shape[1], experts.down.shape[1]
     if not len(rows):
         return torch.empty((0, hidden), dtype=torch.float32, device=x.device)
-    tiles = _tiles(held, experts.num_held)
+    tiles = expert_tiles(*sorted_by_expert(held, experts.num_held), ROWS)
     if isinstance(experts.down, QuantisedWeight):
         return quantised_experts(x, rows, tiles, experts)
     x = aligned(x.to(experts.gate_up.dtype))
@@ -158,19 +151,6 @@ def record_experts(record: Tensor, slots: Tensor, ids: Tensor) -> None:
             record, slots.contiguous(), ids, count, ids.shape[1], SUM_BLOCK,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-def _tiles(held: Tensor, num_experts: int) -> ExpertTiles:
-    by_expert, order = held.sort(stable=True)
-    # [E + 1]
-    starts = torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=held.device))
-    # number of tiles up to and including each expert
-    ends = ((starts.diff() + ROWS - 1) // ROWS).cumsum(0)
-    tiles = torch.arange(-(-len(held) // ROWS) + min(num_experts, len(held)), device=held.device)
-    experts = torch.searchsorted(ends, tiles, right=True)
-    known = experts.clamp(max=num_experts - 1)
-    before = torch.where(known > 0, ends[(known - 1).clamp(min=0)], 0)
-    return ExpertTiles(order, experts, starts[known] + (tiles - before) * ROWS, starts[known + 1])
 
 
 @triton.jit

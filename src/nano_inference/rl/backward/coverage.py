@@ -25,18 +25,11 @@ _UNCOVERED: dict[str, Callable[[ModelSpec], bool]] = {
 }
 
 
-# The same for the kernels of one backend only.
-_UNCOVERED_ON: dict[str, dict[str, Callable[[ModelSpec], bool]]] = {
-    "cuda": {"experts": lambda spec: spec.moe is not None},
-}
-
-
-def uncovered(spec: ModelSpec, backend: str = "cpu") -> list[str]:
-    """Return the parts of a model for which a backend's kernels have no gradient."""
-    parts = _UNCOVERED | _UNCOVERED_ON.get(backend, {})
-    return [part for part, has_part in parts.items() if has_part(spec)]
+def uncovered(spec: ModelSpec) -> list[str]:
+    """Return the parts of a model for which the kernels have no gradient."""
+    return [part for part, has_part in _UNCOVERED.items() if has_part(spec)]
 
 
 def gradients_of(spec: ModelSpec, backend: str) -> Gradients:
     """Return the implementation of a model's backward pass on a backend."""
-    return "kernels" if backend in KERNELS and not uncovered(spec, backend) else "torch"
+    return "kernels" if backend in KERNELS and not uncovered(spec) else "torch"

@@ -61,11 +61,13 @@ class KernelDecoder:
         kernels = weights.kernels
         segments = [PathRows(each.path, each.end - each.start) for each in batch.segments]
         paths = kernels.paths(segments)
-        batch = replace(batch, segments=()).to(kernels.device)
+        # checked on the host, which therefore waits for no kernel
+        routes = batch.experts_by_layer(self.spec.moe, kernels.device)
+        batch = replace(batch, segments=(), routes=None).to(kernels.device)
         rows = Rows(batch.positions, paths)
         residual = functional.embedding(batch.token_ids, weights.plain("embed")).float()
         residual = residual * self.embed_scale
-        lowest, routes = self._lowest(weights, totals), batch.experts_by_layer(self.spec.moe)
+        lowest = self._lowest(weights, totals)
         keeps = not recomputes(self.recompute_activations, len(residual))
         states: list[Tensor | LayerState] = []
         for layer in self.layers:

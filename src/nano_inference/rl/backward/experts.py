@@ -4,34 +4,20 @@ The engine chose the experts of each row. A row's output is the sum of weight ti
 experts by rising id, then the shared expert's. An expert's gradients add up its rows in order.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from nano_inference.models.blocks.experts import EXPERT_BIASES
 from nano_inference.models.spec.experts import MoeSpec
-from nano_inference.ops.gradients import ExpertOps, RouteShape
+from nano_inference.ops.gradients import Choices, RouteShape
 from nano_inference.rl.backward.products import product, product_gradient
 from nano_inference.rl.backward.weights import Totals, Weights
 
 
-class ExpertRows(NamedTuple):
-    """Rows of one expert, and the values that their gradient needs."""
-
-    expert: int
-    rows: Tensor  # int64 [n], rising
-    places: Tensor  # int64 [n]: index of the expert among those of the row
-    inputs: Tensor
-    gate_up: Tensor
-    gated: Tensor
-    out: Tensor
-
-
-class SharedState(NamedTuple):
-    """Values of the shared expert that its gradient needs."""
+class MlpRows(NamedTuple):
+    """Rows of choices or of the shared expert within an expert, which its gradient needs."""
 
     gate_up: Tensor
     gated: Tensor
@@ -45,8 +31,9 @@ class ExpertsState(NamedTuple):
     ids: Tensor
     logits: Tensor
     weights: Tensor
-    experts: list[ExpertRows]
-    shared: SharedState | None
+    choices: Choices
+    chosen: MlpRows
+    shared: MlpRows | None
 
 
 @dataclass(frozen=True)
@@ -72,95 +59,89 @@ class ExpertLayer:
 
     def forward(self, weights: Weights, normed: Tensor, ids: Tensor) -> tuple[Tensor, ExpertsState]:
         """Pass rows through their experts, `ids` int64 [N, K], rising: float32 [N, H]."""
-        kernels, ids = _expert_ops(weights), ids.contiguous()
+        kernels, ids = weights.kernels, ids.contiguous()
         logits = self._logits(weights, normed)
         factors = kernels.route_weights(logits, ids, self.shape)
-        out, experts = torch.zeros(normed.shape), list[ExpertRows]()
-        gate_ups = weights.forward_parts(self.name + "experts_gate_up", self.moe.num_experts)
-        downs = weights.forward_parts(self.name + "experts_down", self.moe.num_experts)
-        biases = [self._biases(weights, part) for part in EXPERT_BIASES[1:]]
-        for expert, rows, places in _by_expert(ids, self.moe.num_experts):
-            inputs = normed[rows]
-            gate_up = kernels.product(inputs, gate_ups[expert], biases[0][expert])
-            gated = kernels.gate(gate_up, self.activation)
-            y = kernels.product(gated, downs[expert], biases[1][expert])
-            kernels.add_rows(y * factors[rows, places, None], rows, out)
-            experts.append(ExpertRows(expert, rows, places, inputs, gate_up, gated, y))
-        shared = None
+        choices = kernels.choices(ids, self.moe.num_experts)
+        gate_up = self._products(weights, "experts_gate_up", normed[choices.rows], choices)
+        gated = kernels.gate(gate_up, self.activation)
+        chosen = MlpRows(gate_up, gated, self._products(weights, "experts_down", gated, choices))
+        out, shared = kernels.sum_experts(chosen.out, choices, factors), None
         if self.moe.shared is not None:
             gate_up = product(weights, self.name + "shared_gate_up", normed)
             gated = kernels.gate(gate_up, self.activation)
-            shared = SharedState(gate_up, gated, product(weights, self.name + "shared_down", gated))
+            shared = MlpRows(gate_up, gated, product(weights, self.name + "shared_down", gated))
             out += shared.out * factors[:, -1:]
-        return out, ExpertsState(normed, ids, logits, factors, experts, shared)
+        return out, ExpertsState(normed, ids, logits, factors, choices, chosen, shared)
 
     def gradient(
         self, weights: Weights, state: ExpertsState, d_out: Tensor, totals: Totals
     ) -> Tensor:
         """Return the gradient of the rows, and add those of the layer's parameters."""
-        d_normed, d_factors = torch.zeros(d_out.shape), torch.zeros(state.weights.shape)
-        for chosen in state.experts:
-            self._expert_gradient(
-                weights, chosen, state.weights, d_out, d_normed, d_factors, totals
-            )
+        d_factors = state.weights.new_empty(state.weights.shape)
+        d_normed = self._chosen_gradient(weights, state, d_out, d_factors, totals)
         if state.shared is not None:
             self._shared_gradient(weights, state, state.shared, d_out, d_normed, d_factors, totals)
         self._router_gradient(weights, state, d_factors, d_normed, totals)
         return d_normed
 
-    def _expert_gradient(
+    def _chosen_gradient(
         self,
         weights: Weights,
-        chosen: ExpertRows,
-        factors: Tensor,
+        state: ExpertsState,
         d_out: Tensor,
-        d_normed: Tensor,
         d_factors: Tensor,
         totals: Totals,
-    ) -> None:
-        kernels = _expert_ops(weights)
-        d_rows = d_out[chosen.rows]
-        d_factors[chosen.rows, chosen.places] = kernels.row_products(d_rows, chosen.out)
-        d_y = d_rows * factors[chosen.rows, chosen.places, None]
-        d_gated = torch.zeros(chosen.gated.shape)
-        self._product_gradient(weights, "experts_down", chosen, chosen.gated, d_y, d_gated, totals)
-        d_gate_up = kernels.gate_gradient(chosen.gate_up, self.activation, d_gated)
-        d_inputs = torch.zeros(chosen.inputs.shape)
-        self._product_gradient(
-            weights, "experts_gate_up", chosen, chosen.inputs, d_gate_up, d_inputs, totals
+    ) -> Tensor:
+        kernels, choices, chosen = weights.kernels, state.choices, state.chosen
+        rows = choices.rows
+        d_y = d_out[rows]
+        d_factors[rows, choices.order % choices.per_row] = kernels.row_products(d_y, chosen.out)
+        d_y *= choices.weights_of(state.weights)
+        d_gated = self._products_gradient(
+            weights, "experts_down", chosen.gated, d_y, choices, totals
         )
-        kernels.add_rows(d_inputs, chosen.rows, d_normed)
+        d_gate_up = kernels.gate_gradient(chosen.gate_up, self.activation, d_gated)
+        d_inputs = self._products_gradient(
+            weights, "experts_gate_up", state.normed[rows], d_gate_up, choices, totals
+        )
+        return kernels.sum_experts(d_inputs, choices, None)
 
-    def _product_gradient(
+    def _products(self, weights: Weights, part: str, x: Tensor, choices: Choices) -> Tensor:
+        """Multiply the row of each choice by a matrix of its expert."""
+        matrices = weights.forward_experts(self.name + part, self.moe.num_experts)
+        bias = weights.vector(f"{self.name}{part}_bias")
+        return weights.kernels.expert_products(x, matrices, choices, bias)
+
+    def _products_gradient(
         self,
         weights: Weights,
         part: str,
-        chosen: ExpertRows,
         x: Tensor,
         d_out: Tensor,
-        d_x: Tensor,
+        choices: Choices,
         totals: Totals,
-    ) -> None:
-        """Add the gradient of the input of one of an expert's products to `d_x`."""
-        kernels, count, name = weights.kernels, self.moe.num_experts, self.name + part
+    ) -> Tensor:
+        """Return the gradient of the inputs of one of the experts' products."""
+        kernels, name = weights.kernels, self.name + part
         if (total := totals.total(name)) is not None:
-            kernels.add_outer(d_out, x, total.chunk(count)[chosen.expert])
+            kernels.add_expert_outers(d_out, x, choices, total)
         if (total := totals.total(f"{name}_bias")) is not None:
-            kernels.add_columns(d_out, total.chunk(count)[chosen.expert])
-        turned = weights.backward_parts(name, count)[chosen.expert]
-        kernels.add_product(kernels.rounded(d_out), turned, d_x)
+            kernels.add_expert_columns(d_out, choices, total)
+        matrices = weights.backward_experts(name, self.moe.num_experts)
+        return kernels.expert_products(kernels.rounded(d_out), matrices, choices)
 
     def _shared_gradient(
         self,
         weights: Weights,
         state: ExpertsState,
-        shared: SharedState,
+        shared: MlpRows,
         d_out: Tensor,
         d_normed: Tensor,
         d_factors: Tensor,
         totals: Totals,
     ) -> None:
-        kernels = _expert_ops(weights)
+        kernels = weights.kernels
         d_factors[:, -1] = kernels.row_products(d_out, shared.out)
         d_y = d_out * state.weights[:, -1:]
         d_gated = product_gradient(weights, self.name + "shared_down", shared.gated, d_y, totals)
@@ -188,33 +169,10 @@ class ExpertLayer:
         totals: Totals,
     ) -> None:
         exact, scale, name = weights.exact, self.moe.routing.logit_scale, self.name + "router"
-        d_logits = _expert_ops(weights).route_gradient(
-            state.logits, state.ids, self.shape, d_factors
-        )
+        d_logits = weights.kernels.route_gradient(state.logits, state.ids, self.shape, d_factors)
         if (total := totals.total(self.name + EXPERT_BIASES[0])) is not None:
             exact.add_columns(d_logits, total)
         if (total := totals.total(name)) is not None:
             exact.add_outer(d_logits, state.normed.float(), total, scale)
         router = exact.packed_turned(weights.plain(name).float())
         exact.add_product(d_logits, router, d_normed, scale)
-
-    def _biases(self, weights: Weights, part: str) -> tuple[Tensor | None, ...]:
-        """Return a bias of every expert."""
-        whole = weights.vector(self.name + part)
-        return (
-            (None,) * self.moe.num_experts if whole is None else whole.chunk(self.moe.num_experts)
-        )
-
-
-def _by_expert(ids: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert that has rows, its rows in rising order, and its place in each of them."""
-    order = ids.flatten().argsort(stable=True)
-    counts = torch.bincount(ids.flatten(), minlength=num_experts).tolist()
-    for expert, pairs in enumerate(order.split(counts)):
-        if len(pairs):
-            yield expert, pairs // ids.shape[1], pairs % ids.shape[1]
-
-
-def _expert_ops(weights: Weights) -> ExpertOps:
-    """Return operations that experts need, which `coverage.py` has checked."""
-    return cast(ExpertOps, weights.kernels)

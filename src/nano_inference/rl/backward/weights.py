@@ -1,7 +1,7 @@
 """Weights and gradients of a backward pass by the kernels."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -68,8 +68,8 @@ class Weights:
         self.exact = kernels.exact()
         self._packed: dict[str, Packed] = {}
         self._turned: dict[str, list[Packed]] = {}
-        self._stacks: dict[str, list[Packed]] = {}
-        self._turned_stacks: dict[str, list[Packed]] = {}
+        self._stacks: dict[str, Any] = {}
+        self._turned_stacks: dict[str, Any] = {}
         self._plain: dict[str, Tensor] = {}
 
     def forward(self, name: str) -> Packed:
@@ -82,15 +82,15 @@ class Weights:
         """
         return self._kept(self._turned, name, self._turned_parts)
 
-    def forward_parts(self, name: str, count: int) -> list[Packed]:
+    def forward_experts(self, name: str, count: int) -> Any:
         """Return the `count` matrices [R, C] that a parameter stacks, for forward products."""
-        pack = self.kernels.packed
-        return self._kept(self._stacks, name, lambda one: [*map(pack, one.chunk(count))])
+        pack = self.kernels.packed_experts
+        return self._kept(self._stacks, name, lambda stack: pack(stack, count))
 
-    def backward_parts(self, name: str, count: int) -> list[Packed]:
+    def backward_experts(self, name: str, count: int) -> Any:
         """Return the `count` matrices [R, C] that a parameter stacks, as weights [C, R]."""
-        pack = self.kernels.packed_turned
-        return self._kept(self._turned_stacks, name, lambda one: [*map(pack, one.chunk(count))])
+        pack = self.kernels.packed_experts_turned
+        return self._kept(self._turned_stacks, name, lambda stack: pack(stack, count))
 
     def vector(self, name: str) -> Tensor | None:
         """Return a norm's weight, a bias or sinks. None: the model has none."""
