@@ -64,6 +64,19 @@ EXPERTS_CONFIG = GPT_OSS_CONFIG | {
     "layer_types": ["sliding_attention", "full_attention"],
     "quantization_config": {"quant_method": "mxfp4"},
 }
+# two layers of Qwen3-30B-A3B, with few of its experts
+MIXTURE_CONFIG = QWEN_CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
 # two layers of Qwen3-Next's and of LFM2's widths: a state, and attention
 DELTA_CONFIG = QWEN_CONFIG | {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -339,12 +352,13 @@ def main() -> None:
             started = len(names)
             serve(engine)
             report[kernels.name] = {"at start": started, "later": names[started:]}
-    engine = engine_of(KernelSet("training", QWEN_CONFIG, "bfloat16", batch_invariant=False))
-    with recording() as names, torch.no_grad():
-        train(engine.model, engine.cache.format, LENGTHS[:1])
-        started = len(names)
-        train(engine.model, engine.cache.format)
-        report["training"] = {"at start": started, "later": names[started:]}
+    for name, model in (("training", QWEN_CONFIG), ("training experts", MIXTURE_CONFIG)):
+        engine = engine_of(KernelSet(name, model, "bfloat16", batch_invariant=False))
+        with recording() as names, torch.no_grad():
+            train(engine.model, engine.cache.format, LENGTHS[:1])
+            started = len(names)
+            train(engine.model, engine.cache.format)
+            report[name] = {"at start": started, "later": names[started:]}
     print(json.dumps(report))
 
 

@@ -14,11 +14,14 @@ from tests.models.tiny import tiny_llama
 from tests.ops.gradient_cases import (
     Attentions,
     Case,
+    Experts,
     Gates,
     Logits,
     Norms,
     Products,
     Rotations,
+    Routes,
+    RowProducts,
     Sums,
 )
 from tests.rl.training import SEQUENCES, build, gradients
@@ -76,6 +79,17 @@ def test_row_gradients_on_a_card(target: Target, dtype: torch.dtype) -> None:
     require(Rotations(n, target.size(64, 8), False, True, 0, True, dtype, 0), target)
     require(Gates("silu", n, inner, dtype, 0), target)
     require(Sums(n, hidden, 7, dtype, 0), target)
+
+
+def test_expert_gradients_on_a_card(target: Target, dtype: torch.dtype) -> None:
+    """Some experts have no rows, and one has all."""
+    n, hidden, inner = target.size(512, 5), target.size(2048, 17), target.size(768, 9)
+    count, per_row = target.size(32, 7), target.size(8, 2)
+    for used, chosen in ((count - 2, per_row), (1, 1)):
+        require(Experts(n, count, used, chosen, 2 * inner, hidden, True, dtype, 0), target)
+    require(RowProducts(n, hidden, dtype, 0), target)
+    for scores, floor, shared in (("softmax", 0.0, "gated"), ("sigmoid", 1e-20, "plain")):
+        require(Routes(n, target.size(128, 9), scores, True, floor, shared, dtype, 0), target)
 
 
 def test_logit_gradients_on_a_card(target: Target) -> None:

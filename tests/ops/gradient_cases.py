@@ -544,20 +544,21 @@ class Experts:
         return [out[places], d_inputs[places], weighed, d_x, total, total_bias]
 
     def require(self, results: Sequence[Tensor]) -> None:
-        x, stack, bias, d_out, factors, total, total_bias = (
-            each.double() for each in self.inputs()
-        )
-        ids, d_out = self.ids().flatten(), d_out.to(self.dtype).double()
+        x, stack, bias, d_out, factors, *totals = (each.double() for each in self.inputs())
+        ids, rounded = self.ids().flatten(), d_out.to(self.dtype).double()
         x = x.repeat_interleave(self.per_row, dim=0)
-        matrices = stack.view(self.count, self.rows, self.columns)
-        out = (matrices[ids] @ x[:, :, None])[..., 0]
-        out = out + bias.view(self.count, -1)[ids] if self.has_bias else out
-        d_inputs = (d_out[:, None, :] @ matrices[ids])[:, 0]
-        by_row = out.view(self.n, self.per_row, -1), d_inputs.view(self.n, self.per_row, -1)
-        weighed = (by_row[0] * factors[:, : self.per_row, None]).sum(1)
-        outers = total.view_as(matrices).index_add(0, ids, d_out[:, :, None] * x[:, None, :])
-        columns = total_bias.view(self.count, -1).index_add(0, ids, self.inputs()[3].double())
-        exact = out, d_inputs, weighed, by_row[1].sum(1), outers.view_as(total), columns.flatten()
+        out, d_inputs = d_out.new_empty(d_out.shape), x.new_empty(x.shape)
+        outers, columns = (each.view(self.count, self.rows, -1) for each in totals)
+        for expert, matrix in enumerate(stack.chunk(self.count)):
+            part = bias.chunk(self.count)[expert] if self.has_bias else 0
+            here = ids == expert
+            out[here] = x[here] @ matrix.T + part
+            d_inputs[here] = rounded[here] @ matrix
+            outers[expert] += rounded[here].T @ x[here]
+            columns[expert, :, 0] += d_out[here].sum(0)
+        by_row, d_by_row = (each.unflatten(0, (self.n, -1)) for each in (out, d_inputs))
+        weighed = (by_row * factors[:, : self.per_row, None]).sum(1)
+        exact = out, d_inputs, weighed, d_by_row.sum(1), *totals
         for actual, value in zip(results, exact, strict=True):
             require_near(actual, value, torch.float32)
 

