@@ -1505,8 +1505,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "experts_get_gradients_without_their_weight",
         "src/nano_inference/rl/backward/experts.py",
-        old="d_y = d_rows * factors[chosen.rows, chosen.places, None]",
-        new="d_y = d_rows.clone()",
+        old="        d_y *= choices.weights_of(state.weights)\n",
+        new="",
         seen_by="tests/rl/backward -k gradients_of_experts",
     ),
     Fault(
@@ -1536,6 +1536,20 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         old="        first = tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS",
         new="        first = tl.maximum(position - WINDOW + 1, 0)",
         seen_by="tests/ops/test_triton_gradients.py -k only_on_their_paths",
+    ),
+    Fault(
+        "cuda_gradient_of_an_expert_adds_rows_of_the_next",
+        "src/nano_inference/ops/cuda/gradient_experts.py",
+        old="(end - start).to(tl.int32), SEGMENT",
+        new="(end - start + 1).to(tl.int32), SEGMENT",
+        seen_by="tests/ops/test_triton_gradients.py -k expert",
+    ),
+    Fault(
+        "cuda_weights_of_experts_ignore_their_sum",
+        "src/nano_inference/ops/cuda/gradient_routes.py",
+        old="less = tl.where(is_sum, total / divisor, 0.0)",
+        new="less = 0.0 * total",
+        seen_by="tests/ops/test_triton_gradients.py -k route",
     ),
     Fault(
         "cuda_norm_gradient_sums_rows_that_are_not_normed",
