@@ -10,7 +10,7 @@ import torch
 from nano_inference.ops.cuda.gradients import CudaGradients
 from nano_inference.rl import PolicyModel
 from tests.gpu.target import Target
-from tests.models.tiny import tiny_llama
+from tests.models.tiny import tiny_model
 from tests.ops.gradient_cases import (
     Attentions,
     Case,
@@ -97,10 +97,13 @@ def test_logit_gradients_on_a_card(target: Target) -> None:
         require(Logits(16, target.size(151_936, 4100), cap, True, torch.float32, 0), target)
 
 
-def test_backward_on_a_card_has_the_same_bits_twice(target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_backward_on_a_card_has_the_same_bits_twice(
+    target: Target, tmp_path: Path, family: str
+) -> None:
     sequences = SEQUENCES[1:3] if target.dry else SEQUENCES
-    sizes = {"hidden": 32, "inner": 48} if target.dry else {"hidden": 512, "inner": 1024}
-    folder = tiny_llama(tmp_path, std=0.05, **sizes)
+    hidden, inner = target.size(512, 32), target.size(1024, 48)
+    folder = tiny_model(tmp_path, family, std=0.05, hidden_size=hidden, intermediate_size=inner)
     options = {"backend": "cuda", "cuda_graphs": False, "device": target.device}
     with build(folder, dtype="float32" if target.dry else "bfloat16", **options) as engine:
         model = PolicyModel(engine)

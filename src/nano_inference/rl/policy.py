@@ -66,7 +66,7 @@ class PolicyModel(ScoringModule):
 
     Backward: a forward pass at the same cast weights is differentiated, sequence by sequence in a
     fixed order. `gradients` names the implementation: the engine's `"kernels"` for dense models and
-    mixtures on the CPU and CUDA backends, otherwise `"torch"`, also for latents and Gemma 4. Every
+    mixtures on the CPU and CUDA backends, otherwise `"torch"` (such as latents and Gemma 4). Every
     row passes through the experts that the engine's forward pass chose for it. The cast passes
     gradients unchanged. Quantized weights (`EngineConfig.quantization`) are used at their
     dequantized values, with inputs that are not quantized. Keys and values are rounded as the
