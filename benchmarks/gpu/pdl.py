@@ -33,7 +33,7 @@ def chain(x: Tensor, weights: Tensor, *, overlaps: bool) -> Tensor:
         overlaps: True to launch each kernel before its predecessor has ended.
     """
     for weight in weights:
-        x = few_rows.product(x, None, weight, None, overlaps=overlaps)
+        x = few_rows.product(x, None, weight, None, few_rows.Launch(overlaps))
     return x
 
 

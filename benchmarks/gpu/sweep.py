@@ -23,7 +23,7 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import queue_of
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.batches import Rows, batch_of_rows
-from nano_inference.ops.cuda import attention, few_rows, filters, sampling, softmax
+from nano_inference.ops.cuda import attention, few_row_tiles, few_rows, filters, sampling, softmax
 from nano_inference.ops.interface import AttentionArgs
 from nano_inference.ops.rowwise import Norm
 from nano_inference.sampling.tensors import to_device
@@ -162,9 +162,9 @@ def products(sweep: Sweep, run: "Run", rows: int) -> None:
     @contextlib.contextmanager
     def opened(programs: int, tile: int, vector_rows: int) -> Iterator[Callable[[], Tensor]]:
         with (
-            patch.object(few_rows, "PROGRAMS", programs),
+            patch.object(few_row_tiles, "PROGRAMS", programs),
             patch.object(few_rows, "VECTOR_TILE", tile),
-            patch.object(few_rows, "VECTOR_ROWS", vector_rows),
+            patch.object(few_row_tiles, "VECTOR_ROWS", vector_rows),
         ):
             yield layer_by_layer
 

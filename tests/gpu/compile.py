@@ -32,7 +32,7 @@ from nano_inference.models.spec.layers import LayerSpec
 from nano_inference.models.spec.states import DeltaNet, ShortConv, StateSpec
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cuda.availability import MAX_DELTA_BLOCK
-from nano_inference.ops.formats import FORMATS, FP8
+from nano_inference.ops.formats import FORMATS, FP8, form_named
 from nano_inference.ops.interface import (
     AttentionArgs,
     HeadNorms,
@@ -555,27 +555,65 @@ def _few_rows(
 ) -> None:
     from nano_inference.ops.cuda import few_rows as kernels
 
-    how = {"overlaps": overlaps}
-
+    how = kernels.Launch(overlaps)
     for rows in num_rows:
         stream, norm = (
             shape.empty(rows, shape.hidden, dtype=torch.float32),
             shape.norm(shape.hidden),
         )
-        kernels.product(stream, norm, shape.empty(shape.qkv, shape.hidden), None, **how)
+        kernels.product(stream, norm, shape.empty(shape.qkv, shape.hidden), None, how)
         attended, inner = (
             shape.empty(rows, shape.heads * shape.head_dim),
             shape.empty(rows, shape.inner),
         )
         kernels.product_added(
-            attended, None, shape.empty(shape.hidden, attended.shape[1]), None, stream, 1.0, **how
+            attended, None, shape.empty(shape.hidden, attended.shape[1]), None, stream, 1.0, how
         )
         kernels.product_gated(
-            stream, norm, shape.empty(2 * shape.inner, shape.hidden), None, "silu", **how
+            stream, norm, shape.empty(2 * shape.inner, shape.hidden), None, "silu", how
         )
         kernels.product_added(
-            inner, None, shape.empty(shape.hidden, shape.inner), None, stream, 1.0, **how
+            inner, None, shape.empty(shape.hidden, shape.inner), None, stream, 1.0, how
         )
+
+
+def _few_coded_rows(
+    shape: Shape,
+    form: str = "int8",
+    num_rows: tuple[int, ...] = (1, 2, 3, 8),
+    *,
+    overlaps: bool = False,
+) -> None:
+    """Multiply by weights in 8 bits, cut into the segments of ranks, with norms in the kernels and
+    before them.
+    """
+    from nano_inference.ops.cuda import few_rows as kernels
+    from nano_inference.ops.cuda.quantised import AlignedWeight
+
+    def weight(rows: int, columns: int, parts: int = 1) -> AlignedWeight:
+        bounds = tuple(columns // parts * part for part in range(parts + 1))
+        cpu = torch.device("cpu")
+        return AlignedWeight((rows, columns), shape.dtype, cpu, form_named(form), bounds)
+
+    attended = shape.heads * shape.head_dim
+    qkv, up = weight(shape.qkv, shape.hidden), weight(2 * shape.inner, shape.hidden)
+    o, down = weight(shape.hidden, attended, 8), weight(shape.hidden, shape.inner, 8)
+    norm = shape.norm(shape.hidden)
+    for rows, norms in product(num_rows, (True, False)):
+        how = kernels.Launch(overlaps, norms)
+        stream = shape.empty(rows, shape.hidden, dtype=torch.float32)
+        kernels.product(stream, norm, qkv, shape.empty(shape.qkv), how)
+        kernels.product_added(shape.empty(rows, attended), None, o, None, stream, 1.0, how)
+        kernels.product_gated(stream, norm, up, None, "silu", how)
+        kernels.product_added(shape.empty(rows, shape.inner), None, down, None, stream, 1.0, how)
+
+
+def _few_fp8_rows(shape: Shape) -> None:
+    _few_coded_rows(shape, "fp8")
+
+
+def _few_coded_rows_small(shape: Shape) -> None:
+    _few_coded_rows(shape, num_rows=(1, 8))
 
 
 def _few_rows_overlapping(shape: Shape) -> None:
@@ -583,6 +621,8 @@ def _few_rows_overlapping(shape: Shape) -> None:
 
     if driver.active.get_current_target().arch >= 90:  # older ones cannot
         _few_rows(shape, overlaps=True)
+        for form in ("int8", "fp8"):
+            _few_coded_rows(shape, form, overlaps=True)
         _rope(shape, overlaps=True)
         for batch in (decode_batch(2), prefill_batch(4)):
             _attention(shape, batch, overlaps=True)
@@ -833,6 +873,9 @@ CALLS = [
     Call("FP8 product, few rows", _fp8_product_small, small=True, shapes=(QWEN,)),
     Call("trunk of few rows", _few_rows),
     Call("trunk of few rows, overlapping", _few_rows_overlapping),
+    Call("trunk of few rows, int8", _few_coded_rows, shapes=(QWEN, QWEN_8B, LLAMA)),
+    Call("trunk of few rows, FP8", _few_fp8_rows, shapes=(QWEN, LLAMA)),
+    Call("trunk of 1 or 8 rows, int8", _few_coded_rows_small, small=True, shapes=(QWEN,)),
     Call("adapters", _lora, shapes=(QWEN, QWEN_8B, LLAMA, QWEN_FLOAT32)),
     Call("adapters, ranks", _lora_ranks, shapes=(QWEN_8B,)),
     Call("adapters of a step", _lora_small, small=True, shapes=(QWEN,)),

@@ -26,7 +26,7 @@ from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.batches import Rows, batch_of_rows
-from nano_inference.ops.cuda import few_rows
+from nano_inference.ops.cuda import few_row_tiles, few_rows
 from nano_inference.ops.cuda.backend import cuda_ops
 from nano_inference.ops.interface import Ops
 from nano_inference.ops.reference.backend import reference_ops
@@ -48,7 +48,7 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.fixture(scope="module", autouse=True)
 def small_tiles() -> Iterator[None]:
     """Use small tiles so that K and a weight's rows span several."""
-    with patch.multiple(few_rows, VECTOR_TILE=8192, LEAST_BYTES=8192):
+    with patch.multiple(few_rows, VECTOR_TILE=8192):
         yield
 
 
@@ -113,11 +113,10 @@ def test_row_is_independent_of_other_rows(few: tuple[int, int]) -> None:
 
 
 def test_weight_is_split_over_the_whole_card() -> None:
-    with patch.object(few_rows, "LEAST_BYTES", 8192):
-        cut = {
-            shape: few_rows.columns_of_vector(shape[0], 2 * shape[1])
-            for shape in [(1024, 2048), (4096, 1024), (6144, 1024), (28672, 4096), (64, 32)]
-        }
+    cut = {
+        shape: few_row_tiles.columns_of_vector(shape[0], 2 * shape[1])
+        for shape in [(1024, 2048), (4096, 1024), (6144, 1024), (28672, 4096), (64, 32)]
+    }
     assert list(cut.values()) == [4, 16, 16, 16, 64]
     assert all(shape[0] / columns >= 256 for shape, columns in cut.items() if shape != (64, 32))
 
@@ -160,11 +159,12 @@ def test_overlapping_product_reads_only_weights_before_it_waits(
     x, residual = drawn(rows, shape[1], seed=3), drawn(rows, shape[0], seed=4)
 
     def compute(*, overlaps: bool) -> Tensor:
+        how = few_rows.Launch(overlaps)
         if finish == "add":
-            return few_rows.product_added(x, norm, weight, bias, residual, 0.3, overlaps=overlaps)
+            return few_rows.product_added(x, norm, weight, bias, residual, 0.3, how)
         if finish == "gate":
-            return few_rows.product_gated(x, norm, weight, bias, "silu", overlaps=overlaps)
-        return few_rows.product(x, norm, weight, bias, overlaps=overlaps)
+            return few_rows.product_gated(x, norm, weight, bias, "silu", how)
+        return few_rows.product(x, norm, weight, bias, how)
 
     expected = compute(overlaps=False)
     before = Predecessor([x, residual])

@@ -9,7 +9,8 @@ from torch import Tensor
 from nano_inference.ops.cuda import matmul, sampling
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.delta import delta_net
-from nano_inference.ops.cuda.few_rows import few_rows
+from nano_inference.ops.cuda.few_rows import few_rows, product
+from nano_inference.ops.cuda.few_whole_rows import rounds_rows
 from nano_inference.ops.cuda.latent import LATENT_OPS
 from nano_inference.ops.cuda.lora import GroupedLora, placed
 from nano_inference.ops.cuda.microscaling import MXFP4, MicroscaledWeight
@@ -160,6 +161,8 @@ class CudaOps:
 
 def _coded_product(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
     """Multiply by a quantized weight, float32 [N, M]."""
+    if rounds_rows(x, weight):
+        return product(x, None, weight, bias)
     if not weight.form.floats:
         return quantised_product(x, weight, bias)
     added = None if bias is None else bias.to(weight.dtype)
@@ -178,6 +181,4 @@ def cuda_ops(*, batch_invariant: bool, overlaps: bool = False) -> Ops:
     names = (field.name for field in fields(Ops))
     operations = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
     plain = Ops("cuda", VERSION, batch_invariant, in_segments=False, compile=None, **operations)
-    if batch_invariant:
-        return plain
     return replace(plain, few_rows=partial(few_rows, plain, overlaps=overlaps))

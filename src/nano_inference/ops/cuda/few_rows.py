@@ -48,7 +48,7 @@ on its shape and dtype.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 import triton
@@ -56,8 +56,28 @@ import triton.language as tl
 from torch import Tensor
 
 from nano_inference.ops.batches import ForwardBatch
-from nano_inference.ops.cuda.matmul import shared_memory
-from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned, gated, overlapping
+from nano_inference.ops.cuda import few_row_tiles as tiles
+from nano_inference.ops.cuda.codes import PLAIN, decoded, scale_of
+from nano_inference.ops.cuda.few_row_tiles import (
+    ADD,
+    GATE,
+    PADDED,
+    STORE,
+    columns_of_program,
+    finish_rows,
+    normed_part,
+)
+from nano_inference.ops.cuda.few_whole_rows import (
+    DEFAULT,
+    End,
+    Launch,
+    launch_whole,
+    rounds_input,
+)
+from nano_inference.ops.cuda.matmul import parts_of_weight, shared_memory
+from nano_inference.ops.cuda.quantised import AlignedWeight
+from nano_inference.ops.cuda.rows import ACTIVATIONS, DTYPES, aligned, overlapping
+from nano_inference.ops.formats import FP8
 from nano_inference.ops.interface import (
     FEW_ROWS,
     AttentionArgs,
@@ -73,6 +93,7 @@ from nano_inference.ops.interface import (
 )
 from nano_inference.ops.lora import Adapted
 from nano_inference.ops.moe import Exchange, Experts, Note
+from nano_inference.ops.reference.quantised import QuantisedWeight
 from nano_inference.ops.rowwise import Norm
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
 
@@ -91,7 +112,7 @@ class Product:
 
     x: Tensor
     norm: Norm | None  # norm of x, if x is the residual stream
-    weight: Tensor
+    weight: Tensor | QuantisedWeight
     bias: Tensor | None
 
 
@@ -102,12 +123,13 @@ class FewRows:
     """The calls of `Ops` that a trunk makes, on tensors and on deferred values.
 
     Args:
-        ops: The plain operations.
+        ops: The plain operations. If they are schedule-invariant, so are these: only products of
+            weights in int8 are fused, and no norm is.
         overlaps: True to start each product while its predecessor runs.
     """
 
     def __init__(self, ops: Ops, *, overlaps: bool = False) -> None:
-        self._ops, self._overlaps = ops, overlaps
+        self._ops, self._how = ops, Launch(overlaps, norms=not ops.schedule_invariant)
         self.embed, self.plan_attention = ops.embed, ops.plan_attention
         self.latent = LatentOps[Value](self._store_latents, self._latent_values)
 
@@ -116,7 +138,7 @@ class FewRows:
         if isinstance(value, Normed):
             return self._ops.rms_norm(None, value.residual, value.norm, 1.0)[0]
         if isinstance(value, Product):
-            return product(value.x, value.norm, value.weight, value.bias, overlaps=self._overlaps)
+            return product(value.x, value.norm, value.weight, value.bias, self._how)
         return value
 
     def rms_norm(
@@ -129,9 +151,7 @@ class FewRows:
         if len(stream) > FEW_ROWS:
             return self._ops.rms_norm(None if x is None else self.made(x), stream, norm, scale)
         if isinstance(x, Product):
-            stream = product_added(
-                x.x, x.norm, x.weight, x.bias, stream, scale, overlaps=self._overlaps
-            )
+            stream = product_added(x.x, x.norm, x.weight, x.bias, stream, scale, self._how)
         elif x is not None:
             return self._ops.rms_norm(self.made(x), stream, norm, scale)
         return Normed(stream, norm), stream
@@ -144,19 +164,29 @@ class FewRows:
         segments: tuple[int, ...] | None = None,
     ) -> Value:
         """Implement `Ops.linear`, deferred if possible."""
-        # one rank's part of a sum is not rounded, nor are products of quantized weights
-        if segments is not None or not isinstance(weight, Tensor):
+        # one rank's part of a sum is not rounded
+        if segments is not None or not self._fuses(weight):
             return self._ops.linear(self.made(x), weight, bias, segments)
         if isinstance(x, Normed) and x.norm.dtype == weight.dtype and len(x.residual) <= FEW_ROWS:
             return Product(x.residual, x.norm, weight, bias)
         rows = self.made(x)
         if len(rows) > FEW_ROWS:
             return self._ops.linear(rows, weight, bias)
-        return Product(rows.to(weight.dtype), None, weight, bias)
+        if not rounds_input(weight):
+            rows = rows.to(weight.dtype)
+        return Product(rows, None, weight, bias)
+
+    def _fuses(self, weight: Weight) -> TypeGuard[Tensor | QuantisedWeight]:
+        """Return True if products of a weight can be deferred."""
+        if isinstance(weight, Tensor):
+            return not self._ops.schedule_invariant
+        if self._ops.schedule_invariant:
+            return rounds_input(weight)
+        return isinstance(weight, AlignedWeight) and (rounds_input(weight) or weight.form == FP8)
 
     def gate(self, x: Value, activation: str = "silu") -> Tensor:
         if isinstance(x, Product):
-            return product_gated(x.x, x.norm, x.weight, x.bias, activation, overlaps=self._overlaps)
+            return product_gated(x.x, x.norm, x.weight, x.bias, activation, self._how)
         return self._ops.gate(self.made(x), activation)
 
     def moe(
@@ -253,70 +283,62 @@ def few_rows(
     return fused.made(trunk(cast("Operations[Value]", fused), batch, view))
 
 
-VECTOR_ROWS = 2  # most rows that are multiplied without tensor cores
-PROGRAMS = 256  # almost two for each of an H100's 132 SMs
-LEAST_BYTES = 8192  # least bytes of a weight per program
 VECTOR_TILE = 32 * 1024  # bytes of the weight that a program requests at a time
 SUMS_BYTES = 16 * 1024  # shared memory reserved for sums across threads
-_PADDED = tl.constexpr(16)  # rows of a product on tensor cores
-_STORE, _ADD, _GATE = (tl.constexpr(finish) for finish in range(3))
 
 
 def product(
     x: Tensor,
     norm: Norm | None,
-    weight: Tensor,
+    weight: Tensor | QuantisedWeight,
     bias: Tensor | None,
-    *,
-    overlaps: bool = False,
+    how: Launch = DEFAULT,
 ) -> Tensor:
-    """Compute x @ weight.T (+ bias) -> [N, M] in the weight's dtype, with x normed first if there
-    is a norm. With `overlaps`, the kernel starts while its predecessor runs (sm_90 and later).
+    """Compute x @ weight.T (+ bias) -> [N, M] with x normed first if there is a norm, in the
+    weight's dtype, or in float32 for weights in 8 bits.
     """
-    out = torch.empty((len(x), len(weight)), dtype=weight.dtype, device=weight.device)
-    _launch(x, norm, weight, bias, out, _STORE.value, overlaps=overlaps)
+    dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
+    out = torch.empty((len(x), weight.shape[0]), dtype=dtype, device=weight.device)
+    _launch(x, norm, weight, bias, out, STORE.value, how=how)
     return out
 
 
 def product_added(
     x: Tensor,
     norm: Norm | None,
-    weight: Tensor,
+    weight: Tensor | QuantisedWeight,
     bias: Tensor | None,
     residual: Tensor,
     scale: float,
-    *,
-    overlaps: bool = False,
+    how: Launch = DEFAULT,
 ) -> Tensor:
     """Return the residual stream [N, M] plus scale * `product`, as a new tensor."""
     added = torch.empty(residual.shape, dtype=torch.float32, device=weight.device)
-    _launch(
-        x, norm, weight, bias, added, _ADD.value,
-        residual=aligned(residual), scale=scale, overlaps=overlaps,
-    )  # fmt: skip
+    residual = aligned(residual)
+    _launch(x, norm, weight, bias, added, ADD.value, residual=residual, scale=scale, how=how)
     return added
 
 
 def product_gated(
     x: Tensor,
     norm: Norm | None,
-    weight: Tensor,
+    weight: Tensor | QuantisedWeight,
     bias: Tensor | None,
     activation: str,
-    *,
-    overlaps: bool = False,
+    how: Launch = DEFAULT,
 ) -> Tensor:
-    """Return `gate` of `product`, [N, M / 2]."""
-    out = torch.empty((len(x), len(weight) // 2), dtype=weight.dtype, device=weight.device)
+    """Return `gate` of `product`, [N, M / 2], in the weight's dtype."""
+    shape = (len(x), weight.shape[0] // 2)
+    out = torch.empty(shape, dtype=weight.dtype, device=weight.device)
     code = ACTIVATIONS[activation]
-    _launch(x, norm, weight, bias, out, _GATE.value, activation=code, overlaps=overlaps)
+    _launch(x, norm, weight, bias, out, GATE.value, activation=code, how=how)
     return out
 
 
 def _launch(
     x: Tensor,
     norm: Norm | None,
-    weight: Tensor,
+    weight: Tensor | QuantisedWeight,
     bias: Tensor | None,
     out: Tensor,
     finish: int,
@@ -324,106 +346,70 @@ def _launch(
     residual: Tensor | None = None,
     scale: float = 1.0,
     activation: int = 0,
-    overlaps: bool = False,
+    how: Launch = DEFAULT,
 ) -> None:
-    """Launch one kernel. `x` is in the weight's dtype without a norm, otherwise the float32
-    residual stream.
+    """Launch a product. `x` is in the weight's dtype without a norm, otherwise the float32
+    residual stream. Weights in int8 take other dtypes too.
     """
+    end = End(finish, bias, residual, scale, activation, out)
+    if rounds_input(weight):
+        launch_whole(x, norm, weight, end, how)
+        return
+    numbers, scales, codes = parts_of_weight(weight)
     rows, (num_columns, depth) = len(x), weight.shape
     norm_weight = None if norm is None or norm.weight is None else aligned(norm.weight)
     eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
-    row_bytes = depth * weight.element_size()
+    itemsize = numbers.element_size()
+    dtype = DTYPES[weight.dtype]
+    result = dtype if isinstance(weight, Tensor) else tl.float32
+    if bias is not None and not isinstance(weight, Tensor):
+        bias = bias.to(weight.dtype)
+    overlaps = how.overlaps
     options = {"enable_fp_fusion": False} | overlapping(overlaps)
-    if rows <= VECTOR_ROWS:
-        columns = columns_of_vector(num_columns, row_bytes)
-        width = min(triton.next_power_of_2(depth), VECTOR_TILE // (columns * weight.element_size()))
+    if rows <= tiles.VECTOR_ROWS:
+        columns, each = (
+            tiles.columns_of_vector(num_columns, depth * itemsize),
+            max(8, 16 // itemsize),
+        )
+        width = min(triton.next_power_of_2(depth), VECTOR_TILE // (columns * itemsize))
+        width = max(width, each)
         _vector_kernel[(triton.cdiv(num_columns, columns),)](
-            aligned(x), norm_weight, weight, bias, residual, out, eps, offset, scale,
-            num_columns, weight.stride(0), depth, rows, finish, activation, columns, width // 8,
-            triton.next_power_of_2(depth), overlaps, num_warps=4 if width >= depth else 8,
-            **options,
+            aligned(x), norm_weight, numbers, scales, bias, residual, out, eps, offset, scale,
+            num_columns, numbers.stride(0), depth, rows, finish, activation, dtype, result, codes,
+            columns, width // each, each, triton.next_power_of_2(depth), overlaps,
+            num_warps=4 if width >= depth else 8, **options,
         )  # fmt: skip
     else:
         columns = 16 if num_columns <= 2048 else 32
-        width = min(max(triton.next_power_of_2(depth), 16), 512 // weight.element_size())
+        width = min(max(triton.next_power_of_2(depth), 16), 512 // weight.dtype.itemsize)
+        stages = _num_stages(width, columns, x, numbers)
         _tensor_kernel[(triton.cdiv(num_columns, columns),)](
-            aligned(x), norm_weight, weight, bias, residual, out, rows, eps, offset, scale,
-            num_columns, weight.stride(0), depth, finish, activation, columns, width,
+            aligned(x), norm_weight, numbers, scales, bias, residual, out, rows, eps, offset, scale,
+            num_columns, numbers.stride(0), depth, finish, activation, dtype, result, codes,
+            columns, width,
             "ieee" if weight.dtype == torch.float32 else "tf32",  # only used for float32
             overlaps or norm_weight is not None, overlaps,
-            num_warps=columns // 8, num_stages=_num_stages(width, columns, x, weight), **options,
+            num_warps=columns // 8, num_stages=stages, **options,
         )  # fmt: skip
-
-
-def columns_of_vector(num_columns: int, row_bytes: int) -> int:
-    """Return the number of a weight's rows per program: up to 16 for weights with many rows, more
-    if rows are short.
-    """
-    columns = 2  # a gate row and its up row
-    while columns < 16 and 2 * columns * PROGRAMS <= num_columns:
-        columns *= 2
-    while columns < 64 and columns * row_bytes < LEAST_BYTES:
-        columns *= 2
-    return columns
 
 
 def _num_stages(width: int, columns: int, x: Tensor, weight: Tensor) -> int:
     """Return the number of tiles of x and of the weight in flight: as many as fit. For wide
     tiles: as many as leave room for a second program.
     """
-    stage = width * (_PADDED.value * x.element_size() + columns * weight.element_size())
+    stage = width * (PADDED.value * x.element_size() + columns * weight.element_size())
     memory = shared_memory(weight.device) - SUMS_BYTES
     return max(2, min(6, 1 + (memory // 2 if columns > 16 else memory) // stage))
 
 
 @triton.jit
-def _columns(num_columns, FINISH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the weight's rows of this program. For a gate, gate rows alternate with their up
-    rows.
-    """
-    places = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    columns = places
-    if FINISH == _GATE:
-        columns = places // 2 + places % 2 * (num_columns // 2)
-    return columns, places < num_columns
-
-
-@triton.jit
-def _normed(x, factor, weight, offset, inside, DTYPE: tl.constexpr):
-    """Norm and round a part of rows for the product. `weight` points at the norm's weight for this
-    part, or is None.
-    """
-    if weight is not None:
-        x = x * factor * (tl.load(weight, mask=inside, other=0.0).to(tl.float32) + offset)
-    return x.to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _finish(
-    sums, rows, row_mask, columns, column_mask, bias, residual, out, scale, num_columns,
-    FINISH: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, HEIGHT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Add the bias to sums [HEIGHT, COLUMNS], round them once, then gate, add or store. Every
-    column belongs to one program only.
-    """
-    if bias is not None:
-        sums += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    values = sums.to(DTYPE)
-    if FINISH == _GATE:
-        first, second = tl.split(tl.reshape(values.to(tl.float32), (HEIGHT, COLUMNS // 2, 2)))
-        places = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-        target = rows[:, None].to(tl.int64) * (num_columns // 2) + places[None, :]
-        mask = row_mask[:, None] & (places < num_columns // 2)[None, :]
-        tl.store(out + target, gated(first, second, ACTIVATION).to(DTYPE), mask=mask)
-    else:
-        target = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
-        mask = row_mask[:, None] & column_mask[None, :]
-        if FINISH == _ADD:
-            before = tl.load(residual + target, mask=mask, other=0.0)
-            tl.store(out + target, before + values.to(tl.float32) * scale, mask=mask)
-        else:
-            tl.store(out + target, values, mask=mask)
+def _scaled(sums, scales, columns, column_mask, weight_stride, CODES: tl.constexpr):
+    """Multiply sums [rows, COLUMNS] by the scales of FP8 codes."""
+    if CODES != PLAIN:
+        at = columns.to(tl.int64) * (weight_stride // 4)
+        scale = tl.load(scales + at, mask=column_mask, other=0.0)
+        sums *= scale_of(scale, CODES)[None, :]
+    return sums
 
 
 @triton.jit
@@ -436,22 +422,22 @@ def _factor(x, eps, K: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _vector_kernel(
-    x, norm_weight, weight, bias, residual, out, eps, offset, scale,
+    x, norm_weight, weight, scales, bias, residual, out, eps, offset, scale,
     num_columns, weight_stride, K: tl.constexpr, ROWS: tl.constexpr, FINISH: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, RESULT: tl.constexpr, CODES: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Multiply without tensor cores. Grid (tiles of the weight's rows,). A tile of the weight is
-    [COLUMNS, GROUPS, 8]: a thread loads 8 numbers at a time.
+    [COLUMNS, GROUPS, EACH]: a thread loads EACH numbers at a time.
     """
     if OVERLAPS:  # the next kernel starts once all programs of this one have started
         tl.extra.cuda.gdc_launch_dependents()
-    DTYPE: tl.constexpr = weight.dtype.element_ty
-    columns, column_mask = _columns(num_columns, FINISH, COLUMNS)
-    ks = tl.arange(0, GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    columns, column_mask = columns_of_program(num_columns, FINISH, COLUMNS)
+    ks = tl.arange(0, GROUPS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     start = weight + columns.to(tl.int64)[:, None, None] * weight_stride + ks[None, :, :]
     ours = column_mask[:, None, None]
-    tile = tl.load(start, mask=ours & (ks < K)[None, :, :], other=0.0)
+    tile = tl.load(start, mask=ours & (ks < K)[None, :, :], other=0)
     # keep the load in flight during the norm: otherwise the assembler would move it after the norm
     tl.debug_barrier()
     if OVERLAPS:  # before the first read of another kernel's output, and the first write
@@ -464,73 +450,76 @@ def _vector_kernel(
             second_factor = _factor(x + K, eps, K, BLOCK)
     first = tl.zeros((COLUMNS, GROUPS), tl.float32)
     second = tl.zeros((COLUMNS, GROUPS), tl.float32)
-    for k in range(0, K, GROUPS * 8):
+    for k in range(0, K, GROUPS * EACH):
         following = tile
-        if GROUPS * 8 < K:
+        if GROUPS * EACH < K:
             following = tl.load(
-                start + (k + GROUPS * 8),
-                mask=ours & (ks < K - k - GROUPS * 8)[None, :, :],
-                other=0.0,
+                start + (k + GROUPS * EACH),
+                mask=ours & (ks < K - k - GROUPS * EACH)[None, :, :],
+                other=0,
             )
-        factors = tile.to(tl.float32)
+        factors = decoded(tile, tl.float32, CODES)
         inside = ks < K - k
         norm_part = norm_weight
         if norm_weight is not None:
             norm_part = norm_weight + k + ks
         part = tl.load(x + k + ks, mask=inside, other=0.0).to(tl.float32)
-        part = _normed(part, first_factor, norm_part, offset, inside, DTYPE)
+        part = normed_part(part, first_factor, norm_part, offset, inside, DTYPE)
         first += tl.sum(factors * part[None, :, :], axis=2)
         if ROWS == 2:
             part = tl.load(x + K + k + ks, mask=inside, other=0.0).to(tl.float32)
-            part = _normed(part, second_factor, norm_part, offset, inside, DTYPE)
+            part = normed_part(part, second_factor, norm_part, offset, inside, DTYPE)
             second += tl.sum(factors * part[None, :, :], axis=2)
         tile = following
 
     row = tl.arange(0, 1)
-    sums = tl.sum(first, axis=1)[None, :]
-    _finish(
+    sums = _scaled(
+        tl.sum(first, axis=1)[None, :], scales, columns, column_mask, weight_stride, CODES
+    )
+    finish_rows(
         sums, row, row == 0, columns, column_mask, bias, residual, out, scale, num_columns,
-        FINISH, ACTIVATION, DTYPE, 1, COLUMNS,
+        FINISH, ACTIVATION, RESULT, 1, COLUMNS,
     )  # fmt: skip
     if ROWS == 2:
         sums = tl.sum(second, axis=1)[None, :]
-        _finish(
+        sums = _scaled(sums, scales, columns, column_mask, weight_stride, CODES)
+        finish_rows(
             sums, row + 1, row == 0, columns, column_mask, bias, residual, out, scale, num_columns,
-            FINISH, ACTIVATION, DTYPE, 1, COLUMNS,
+            FINISH, ACTIVATION, RESULT, 1, COLUMNS,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _tensor_kernel(
-    x, norm_weight, weight, bias, residual, out, num_rows, eps, offset, scale,
+    x, norm_weight, weight, scales, bias, residual, out, num_rows, eps, offset, scale,
     num_columns, weight_stride, K: tl.constexpr, FINISH: tl.constexpr, ACTIVATION: tl.constexpr,
+    DTYPE: tl.constexpr, RESULT: tl.constexpr, CODES: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Multiply on tensor cores. Grid (tiles of the weight's rows,). If AHEAD, request the first
     tile of the weight before anything else. There is no norm without it.
     """
-    DTYPE: tl.constexpr = weight.dtype.element_ty
     if OVERLAPS:  # as in `_vector_kernel`
         tl.extra.cuda.gdc_launch_dependents()
-    columns, column_mask = _columns(num_columns, FINISH, COLUMNS)
-    rows = tl.arange(0, _PADDED)
+    columns, column_mask = columns_of_program(num_columns, FINISH, COLUMNS)
+    rows = tl.arange(0, PADDED)
     row_mask = rows < num_rows
     ks = tl.arange(0, DEPTH)
     x_start = x + rows[:, None] * K + ks[None, :]
     weight_start = weight + columns.to(tl.int64)[None, :] * weight_stride + ks[:, None]
 
-    factor = tl.full((_PADDED, 1), 1.0, tl.float32)
-    sums = tl.zeros((_PADDED, COLUMNS), tl.float32)
+    factor = tl.full((PADDED, 1), 1.0, tl.float32)
+    sums = tl.zeros((PADDED, COLUMNS), tl.float32)
     if AHEAD:
-        tile = tl.load(weight_start, mask=column_mask[None, :] & (ks < K)[:, None], other=0.0)
+        tile = tl.load(weight_start, mask=column_mask[None, :] & (ks < K)[:, None], other=0)
         tl.debug_barrier()  # as in `_vector_kernel`
         if OVERLAPS:
             tl.extra.cuda.gdc_wait()
         first_norm = norm_weight
         if norm_weight is not None:
             first_norm = norm_weight + ks[None, :]
-            squares = tl.zeros((_PADDED, DEPTH), tl.float32)
+            squares = tl.zeros((PADDED, DEPTH), tl.float32)
             for k in tl.range(0, K, DEPTH, num_stages=4):  # pyright: ignore[reportGeneralTypeIssues]
                 part = tl.load(
                     x_start + k, mask=row_mask[:, None] & (ks < K - k)[None, :], other=0.0
@@ -538,22 +527,21 @@ def _tensor_kernel(
                 squares += part * part
             factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
         part = tl.load(x_start, mask=row_mask[:, None] & (ks < K)[None, :], other=0.0)
-        part = _normed(
+        part = normed_part(
             part.to(tl.float32), factor, first_norm, offset, (ks < K)[None, :], DTYPE
         ).to(DTYPE)
-        sums = tl.dot(part, tile, sums, input_precision=PRECISION)
+        sums = tl.dot(part, decoded(tile, DTYPE, CODES), sums, input_precision=PRECISION)
     for k in range(DEPTH if AHEAD else 0, K, DEPTH):
         inside = (ks < K - k)[None, :]
         part = tl.load(x_start + k, mask=row_mask[:, None] & inside, other=0.0).to(tl.float32)
         norm_part = norm_weight
         if norm_weight is not None:
             norm_part = norm_weight + k + ks[None, :]
-        part = _normed(part, factor, norm_part, offset, inside, DTYPE).to(DTYPE)
-        tile = tl.load(
-            weight_start + k, mask=column_mask[None, :] & (ks < K - k)[:, None], other=0.0
-        )
-        sums = tl.dot(part, tile, sums, input_precision=PRECISION)
-    _finish(
+        part = normed_part(part, factor, norm_part, offset, inside, DTYPE).to(DTYPE)
+        tile = tl.load(weight_start + k, mask=column_mask[None, :] & (ks < K - k)[:, None], other=0)
+        sums = tl.dot(part, decoded(tile, DTYPE, CODES), sums, input_precision=PRECISION)
+    sums = _scaled(sums, scales, columns, column_mask, weight_stride, CODES)
+    finish_rows(
         sums, rows, row_mask, columns, column_mask, bias, residual, out, scale, num_columns,
-        FINISH, ACTIVATION, DTYPE, _PADDED, COLUMNS,
+        FINISH, ACTIVATION, RESULT, PADDED, COLUMNS,
     )  # fmt: skip

@@ -109,7 +109,7 @@ def invariant_product(
         dtype: Dtype of the result. float32 is not rounded.
     """
     (num_rows, depth), num_columns = x.shape, weight.shape[0]
-    numbers, scales, codes = _parts_of(weight)
+    numbers, scales, codes = parts_of_weight(weight)
     x = x.to(weight.dtype).contiguous()
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
     if out.numel() == 0:
@@ -163,7 +163,7 @@ def invariant_product(
     return out
 
 
-def _parts_of(weight: Tensor | QuantisedWeight) -> tuple[Tensor, Tensor | None, int]:
+def parts_of_weight(weight: Tensor | QuantisedWeight) -> tuple[Tensor, Tensor | None, int]:
     """Return a weight's numbers or codes, [M, K or more], the float32 view in which each row's
     scale follows its codes, and the kind of codes.
     """

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nano_inference.ops.cuda.codes import INT8, encoded, is_finite, scale_and_inverse
-from nano_inference.ops.cuda.quantised import DTYPES, AlignedWeight
-from nano_inference.ops.cuda.rows import aligned
+from nano_inference.ops.cuda.quantised import AlignedWeight
+from nano_inference.ops.cuda.rows import DTYPES, aligned
 from nano_inference.ops.formats import FORMATS, GROUP
 from nano_inference.ops.quantised import Codes, widened
 from nano_inference.ops.reference.quantised import QuantisedWeight

@@ -31,7 +31,7 @@ from nano_inference.ops.cuda.codes import (
     scale_of,
 )
 from nano_inference.ops.cuda.matmul import GROUP, tile_of_program
-from nano_inference.ops.cuda.rows import aligned, whole_row
+from nano_inference.ops.cuda.rows import DTYPES, aligned, whole_row
 from nano_inference.ops.reference.quantised import QuantisedWeight
 
 MOST_COLUMNS = 2**31 // 128**2  # products of codes are added up in 32 bits
@@ -58,17 +58,22 @@ def quantised_rows(x: Tensor, weight: QuantisedWeight) -> tuple[Tensor, Tensor]:
     and the scales, float32 [N, segments].
     """
     rows, columns = x.shape
-    stride = triton.cdiv(columns, AlignedWeight.alignment) * AlignedWeight.alignment
-    segments = len(weight.bounds) - 1
-    codes = torch.empty((rows, stride), dtype=torch.int8, device=x.device)
-    scales = torch.empty((rows, segments), dtype=torch.float32, device=x.device)
+    codes, scales = codes_of(rows, weight)
     widest = max(end - first for first, end in zip(weight.bounds, weight.bounds[1:], strict=False))
     if rows:
         _quantise_kernel[(rows,)](
-            aligned(x), codes, scales, columns, stride, weight.bounds, segments,
+            aligned(x), codes, scales, columns, codes.stride(0), weight.bounds, scales.shape[1],
             DTYPES[weight.dtype], **whole_row(widest),
         )  # fmt: skip
     return codes, scales
+
+
+def codes_of(rows: int, weight: QuantisedWeight) -> tuple[Tensor, Tensor]:
+    """Allocate codes and scales of rows for a product, as `quantised_rows` returns them."""
+    stride = triton.cdiv(weight.columns, AlignedWeight.alignment) * AlignedWeight.alignment
+    codes = torch.empty((rows, stride), dtype=torch.int8, device=weight.device)
+    shape = (rows, len(weight.bounds) - 1)
+    return codes, torch.empty(shape, dtype=torch.float32, device=weight.device)
 
 
 def quantised_product(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
@@ -146,9 +151,6 @@ def quantised_embedding(input_ids: Tensor, weight: QuantisedWeight, scale: float
     return out
 
 
-DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
 @triton.jit
 def _quantise_kernel(
     x, codes, scales, K: tl.constexpr, STRIDE: tl.constexpr, BOUNDS: tl.constexpr,
@@ -161,10 +163,16 @@ def _quantise_kernel(
         columns = BOUNDS[segment] + lanes
         inside = columns < BOUNDS[segment + 1]
         part = tl.load(x + row * K + columns, mask=inside, other=0.0).to(DTYPE).to(tl.float32)
-        finite = tl.min(is_finite(part), axis=0)
-        scale, inverse = scale_and_inverse(tl.max(tl.abs(part), axis=0), finite, INT8)
-        tl.store(scales + row * SEGMENTS + segment, scale)
-        tl.store(codes + row * STRIDE + columns, encoded(part, inverse, finite, INT8), mask=inside)
+        store_codes(part, codes + row * STRIDE + columns, scales + row * SEGMENTS + segment, inside)
+
+
+@triton.jit
+def store_codes(part, codes, scale, inside):
+    """Round numbers that share a scale, and store codes and scale at these addresses."""
+    finite = tl.min(is_finite(part), axis=0)
+    factor, inverse = scale_and_inverse(tl.max(tl.abs(part), axis=0), finite, INT8)
+    tl.store(scale, factor)
+    tl.store(codes, encoded(part, inverse, finite, INT8), mask=inside)
 
 
 @triton.jit

@@ -190,10 +190,17 @@ def _rms_norm_kernel(
     if x is not None:
         row += tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32) * scale
         tl.store(added + start + columns, row, mask=inside)
+    row = normed_row(row, weight, columns, inside, eps, offset, WIDTH)
+    tl.store(normed + start + columns, row.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def normed_row(row, weight, columns, inside, eps, offset, WIDTH: tl.constexpr):
+    """Return the norm of a row, or the row if there is no weight."""
     if weight is not None:
         factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
         row = row * tl.rsqrt(tl.sum(row * row, axis=0) / WIDTH + eps) * factor
-    tl.store(normed + start + columns, row.to(normed.dtype.element_ty), mask=inside)
+    return row
 
 
 @triton.jit
