@@ -364,13 +364,16 @@ def main() -> None:
 
 def served_sets() -> Iterator[KernelSet]:
     """Yield sets with and without the law, with codes, overlapping kernels, adapters, windows, heads
-    of two sizes, latents, states, and experts in MXFP4.
+    of two sizes, latents, states, and experts in MXFP4 with and without graphs.
     """
     for exact in (False, True):
         name = f"Qwen3-0.6B, batch_invariant={exact}"
         yield KernelSet(name, QWEN_CONFIG, "bfloat16", exact)
     codes = {"kv_cache_dtype": "fp8", "quantization": "int8"}
     yield KernelSet("codes", QWEN_CONFIG, "bfloat16", batch_invariant=True, options=codes)
+    for name in ("int8", "fp8"):  # products that round, norm and gate their rows themselves
+        fused = {"quantization": name, "cuda_overlap": name == "int8"}
+        yield KernelSet(f"{name} weights", QWEN_CONFIG, "bfloat16", False, fused)
     overlap = {"cuda_overlap": True}
     yield KernelSet("overlapping", QWEN_CONFIG, "bfloat16", batch_invariant=False, options=overlap)
     adapters = {"max_loras": 2}
@@ -381,6 +384,8 @@ def served_sets() -> Iterator[KernelSet]:
     yield KernelSet("latents", LATENTS_CONFIG, "bfloat16", batch_invariant=True)
     blocks = eager | {"quantization": "file"}
     yield KernelSet("experts", EXPERTS_CONFIG, "bfloat16", batch_invariant=True, options=blocks)
+    graphs = {"quantization": "file"}
+    yield KernelSet("experts, graphs", EXPERTS_CONFIG, "bfloat16", False, options=graphs)
     yield KernelSet("delta rule", DELTA_CONFIG, "bfloat16", batch_invariant=True)
     yield KernelSet("convolutions", CONV_CONFIG, "bfloat16", batch_invariant=False, options=eager)
 

@@ -40,15 +40,22 @@ def names_of_sets() -> list[str]:
     real = [f"{size}/bfloat16/{mode}" for size in ("small", "large") for mode in exact]
     tiny = [f"tiny/{dtype}/{mode}" for dtype in ("bfloat16", "float32") for mode in exact]
     codes = [f"small/bfloat16/fast/{each}" for each in CODES]  # of the stage "variants"
-    return [*real, *codes, *tiny, "small/bfloat16/overlap", "small/bfloat16/training"]
+    experts = [f"experts/bfloat16/{mode}" for mode in exact]
+    others = ["small/bfloat16/overlap", "small/bfloat16/training", *experts]
+    return [*real, *codes, *tiny, *others]
 
 
 def configs_of(models: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return each config.json and its engine options. Tiny models share most of their kernels, so
-    one process counts all of them.
+    one process counts all of them. Experts are those of gpt-oss-20b, in MXFP4.
     """
     from benchmarks.gpu.scale import REAL
+    from tests.gpu.kernel_sets import EXPERTS_CONFIG
     from tests.models.tiny import tiny_model
+
+    if models == "experts":
+        length = REAL.options["max_model_len"]
+        return [(EXPERTS_CONFIG, {"max_model_len": length, "quantization": "file"})]
 
     if models in ("small", "large"):
         options = {"max_model_len": REAL.options["max_model_len"], "max_loras": 1}

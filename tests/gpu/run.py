@@ -69,9 +69,14 @@ LAW = (
     Shard("test_gpu_law.py", "adapter"),
     Shard("test_gpu_law.py", "state"),
     Shard("test_gpu_law.py", "logprobs"),
+    Shard("test_gpu_law_codes.py"),
+    Shard("test_gpu_law_gradients.py"),
 )
 # A full dry run leaves these out: the law has a separate run, and the others need no card.
-ELSEWHERE = ("test_gpu_law.py", "test_triton_compile.py", "test_kernel_sets.py")
+ELSEWHERE = (
+    *("test_gpu_law.py", "test_gpu_law_codes.py", "test_gpu_law_gradients.py"),
+    *("test_triton_compile.py", "test_kernel_sets.py"),
+)
 
 
 def command_of(shard: Shard, dry: bool) -> list[str]:

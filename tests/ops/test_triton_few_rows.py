@@ -333,6 +333,9 @@ def test_larger_batches_use_plain_operations() -> None:
         )
 
 
-def test_few_rows_trunk_is_for_the_default_mode_only() -> None:
-    assert cuda_ops(batch_invariant=True).few_rows is None
+def test_invariant_trunk_fuses_no_plain_product() -> None:
+    model = model_of("llama", cuda_ops(batch_invariant=True), torch.float32)
+    with patch.object(few_rows, "_launch", side_effect=AssertionError):
+        results, expected = trunk(model, 1, 1, few=True), trunk(model, 1, 1, few=False)
+    assert all(map(torch.equal, results, expected))
     assert reference_ops().few_rows is None

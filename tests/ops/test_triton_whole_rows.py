@@ -62,6 +62,14 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(nan, other.isnan()) and torch.equal(one[~nan], other[~nan])
 
 
+def near(one: Tensor, other: Tensor) -> bool:
+    """Compare products of rows whose norms were added up in another order: a code differs by one."""
+    nan = other.isnan()
+    largest = float(other[~nan].abs().max()) if not nan.all() else 0.0
+    close = torch.allclose(one[~nan], other[~nan], rtol=0.02, atol=0.02 * largest)
+    return torch.equal(nan, one.isnan()) and close
+
+
 @pytest.mark.thorough
 @settings(deadline=None, max_examples=at_depth(40))
 @given(
@@ -88,7 +96,7 @@ def test_fused_products_have_the_bits_of_the_definition(
     how: Launch,
     seed: int,
 ) -> None:
-    """The interpreter adds up squares of all norms in one order, so these bits are equal too."""
+    """A kernel with a norm adds up the squares of each segment first."""
     weight = stored(num_rows, 96, dtype, BOUNDS[bounds])
     norm = {
         "no norm": None,
@@ -101,13 +109,14 @@ def test_fused_products_have_the_bits_of_the_definition(
     bias = drawn(num_rows, 1, seed=seed + 2)[:, 0] if has_bias else None
     read = x if norm is None else rows.rms_norm(None, x, norm)[0]
     plain = reference.linear(read, weight, bias)
+    equal = near if how.norms and kind == "norm" and bounds != "whole" else same
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(few_whole_rows, "TILE", tile)
-        assert same(few_rows.product(x, norm, weight, bias, how), plain)
+        assert equal(few_rows.product(x, norm, weight, bias, how), plain)
         added = few_rows.product_added(x, norm, weight, bias, residual, 0.3, how)
-        assert same(added, rows.rms_norm(plain, residual, Norm(None, 0, 0, dtype), 0.3)[1])
+        assert equal(added, rows.rms_norm(plain, residual, Norm(None, 0, 0, dtype), 0.3)[1])
         gated = few_rows.product_gated(x, norm, weight, bias, "silu", how)
-        assert same(gated, rows.gate(plain).to(dtype))
+        assert equal(gated, rows.gate(plain).to(dtype))
 
 
 def test_extreme_codes_do_not_overflow() -> None:

@@ -371,8 +371,10 @@ def _launch(
             tiles.columns_of_vector(num_columns, depth * itemsize),
             max(8, 16 // itemsize),
         )
-        width = min(triton.next_power_of_2(depth), VECTOR_TILE // (columns * itemsize))
-        width = max(width, each)
+        width, most = triton.next_power_of_2(depth), VECTOR_TILE // (columns * itemsize)
+        if itemsize == 1:  # decoded codes take more registers, and so do a second tile and row
+            most //= 4 if rows > 1 and 2 * width > most else 2
+        width = max(min(width, most), each)
         _vector_kernel[(triton.cdiv(num_columns, columns),)](
             aligned(x), norm_weight, numbers, scales, bias, residual, out, eps, offset, scale,
             num_columns, numbers.stride(0), depth, rows, finish, activation, dtype, result, codes,

@@ -121,14 +121,16 @@ def launch_whole(
         eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
         columns, width = tiles.columns_of_vector(num_columns, depth), _widest(weight)
         groups = triton.cdiv(triton.next_power_of_2(width), _EACH.value)  # of a segment
-        while groups > 1 and columns * segments * groups * _EACH.value > TILE:
-            groups //= 2
-        wide = columns * segments * groups * _EACH.value >= TILE
+        tile = columns * segments * groups * _EACH.value  # bytes
+        wide = tile >= TILE
+        if tile > TILE:  # a thread holds this tile and the next one
+            groups = max(groups * TILE // (2 * tile), 1)
         _vector_kernel[(triton.cdiv(num_columns, columns),)](
             aligned(x), norm_weight, numbers, factors, bias, end.residual, end.out, eps, offset,
             end.scale, num_columns, stride, scales_at, depth, weight.bounds, width, segments,
             width * segments == depth, num_rows, end.kind, end.activation, DTYPES[weight.dtype],
-            columns, groups, triton.next_power_of_2(width), how.overlaps, num_warps=8 if wide else 4, **options,
+            columns, groups, triton.next_power_of_2(width), how.overlaps,
+            num_warps=8 if wide else 4, **options,
         )  # fmt: skip
         return
     codes, scales = quantised_rows(x, weight) if norm is None else normed_codes(x, norm, weight)
