@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -371,9 +371,9 @@ def served_sets() -> Iterator[KernelSet]:
         yield KernelSet(name, QWEN_CONFIG, "bfloat16", exact)
     codes = {"kv_cache_dtype": "fp8", "quantization": "int8"}
     yield KernelSet("codes", QWEN_CONFIG, "bfloat16", batch_invariant=True, options=codes)
-    for name in ("int8", "fp8"):  # products that round, norm and gate their rows themselves
-        fused = {"quantization": name, "cuda_overlap": name == "int8"}
-        yield KernelSet(f"{name} weights", QWEN_CONFIG, "bfloat16", False, fused)
+    for name, graphs in product(("int8", "fp8"), (True, False)):
+        fused = {"quantization": name, "cuda_graphs": graphs, "cuda_overlap": name == "int8"}
+        yield KernelSet(f"{name}, graphs={graphs}", QWEN_CONFIG, "bfloat16", False, fused)
     overlap = {"cuda_overlap": True}
     yield KernelSet("overlapping", QWEN_CONFIG, "bfloat16", batch_invariant=False, options=overlap)
     adapters = {"max_loras": 2}

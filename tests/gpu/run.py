@@ -69,7 +69,8 @@ LAW = (
     Shard("test_gpu_law.py", "adapter"),
     Shard("test_gpu_law.py", "state"),
     Shard("test_gpu_law.py", "logprobs"),
-    Shard("test_gpu_law_codes.py"),
+    *(Shard("test_gpu_law_codes.py", name) for name in ("coded and 0.6b", "coded and 8b")),
+    *(Shard("test_gpu_law_codes.py", name) for name in ("fused", "mxfp4")),
     Shard("test_gpu_law_gradients.py"),
 )
 # A full dry run leaves these out: the law has a separate run, and the others need no card.

@@ -21,12 +21,22 @@ from tests.gpu.target import Target, numbers
 
 pytestmark = pytest.mark.gpu
 
-# columns of the result, columns of x, segments of x: qkv, o, gate and up, down
+# columns of the result, columns of x, segments of x: of q, k and v, o, gate and up, down
 WEIGHTS = {
-    "0.6b": ((4096, 1024, 1), (1024, 2048, 8), (6144, 1024, 1), (1024, 3072, 8)),
-    "8b": ((6144, 4096, 1), (4096, 4096, 8), (24_576, 4096, 1), (4096, 12_288, 8)),
+    "0.6b": {
+        "qkv": (4096, 1024, 1),
+        "o": (1024, 2048, 8),
+        "gate_up": (6144, 1024, 1),
+        "down": (1024, 3072, 8),
+    },
+    "8b": {
+        "qkv": (6144, 4096, 1),
+        "o": (4096, 4096, 8),
+        "gate_up": (24_576, 4096, 1),
+        "down": (4096, 12_288, 8),
+    },
 }
-TOY = ((40, 96, 1), (40, 96, 8))
+TOY = {"qkv": (40, 96, 1), "gate_up": (40, 96, 1), "down": (40, 96, 8)}
 COUNTS = (1, 2, 3, 8, 16, 17, 64, 65, 300)
 ON_CPU = 9  # rows whose products are also computed by the definition
 MOST_ON_CPU = 1 << 24  # of weights with at most this many numbers
@@ -41,17 +51,17 @@ def dtype(request: pytest.FixtureRequest, target: Target) -> torch.dtype:
 
 def weights(
     target: Target, dtype: torch.dtype, codes: str, model: str
-) -> list[tuple[AlignedWeight, Tensor, Tensor]]:
-    """Return weights with a bias and rows."""
-    made: list[tuple[AlignedWeight, Tensor, Tensor]] = []
+) -> dict[str, tuple[AlignedWeight, Tensor, Tensor]]:
+    """Return weights by name, each with a bias and rows."""
+    made: dict[str, tuple[AlignedWeight, Tensor, Tensor]] = {}
     device = torch.device(target.device)
-    for columns, depth, segments in TOY if target.dry else WEIGHTS[model]:
+    for name, (columns, depth, segments) in (TOY if target.dry else WEIGHTS[model]).items():
         bounds = tuple(depth // segments * part for part in range(segments + 1))
         weight = AlignedWeight((columns, depth), dtype, device, form_named(codes), bounds)
         weight.write(0, numbers(1, columns, depth, device=target.device, scale=0.05))
         bias = numbers(2, columns, device=target.device, dtype=dtype)
         x = numbers(3, target.size(600, 30), depth, device=target.device, dtype=dtype)
-        made.append((weight, bias, x))
+        made[name] = (weight, bias, x)
     return made
 
 
@@ -68,7 +78,7 @@ def test_coded_row_is_bitwise_independent_of_its_batch(
     if target.dry and model != "0.6b":
         pytest.skip("a dry run has one shape")
     ops = CudaOps(batch_invariant=True)
-    for weight, bias, x in weights(target, dtype, codes, model):
+    for weight, bias, x in weights(target, dtype, codes, model).values():
         whole, shape = ops.linear(x, weight, bias), list(weight.shape)
         for rows in counts(target):
             first = (7 * rows) % (len(x) - rows)
@@ -85,29 +95,31 @@ def test_coded_row_is_bitwise_independent_of_its_batch(
 
 
 @pytest.mark.parametrize("model", WEIGHTS)
-def test_fused_coded_product_has_the_bits_of_its_parts(
-    target: Target, dtype: torch.dtype, model: str
-) -> None:
-    """Norm, codes, product, then gate or addition: as many launches as plain operations take, or
-    fewer.
-    """
+def test_fused_row_has_the_bits_of_plain_operations(target: Target, model: str) -> None:
+    """Compare norm, codes and product, then a gate or an addition, each as its layer launches it."""
     if target.dry and model != "0.6b":
         pytest.skip("a dry run has one shape")
+    dtype = torch.float16 if target.dry else torch.bfloat16
     ops, how = CudaOps(batch_invariant=True), Launch(norms=False)
-    for weight, bias, x in weights(target, dtype, "int8", model):
+    for name, (weight, bias, x) in weights(target, dtype, "int8", model).items():
         columns, depth = weight.shape
         norm = Norm(numbers(4, depth, device=target.device, dtype=dtype), 1e-6, 0.0, dtype)
-        bare = Norm(None, 1e-6, 0.0, dtype)
-        for rows in (1, 3) if target.dry else range(1, FEW_ROWS + 1):
-            stream = x[:rows].float()
-            residual = numbers(5, rows, columns, device=target.device)
-            plain = ops.linear(ops.rms_norm(None, stream, norm, 1.0)[0], weight, bias)
-            name = f"{rows} rows of {[columns, depth]}"
-            assert torch.equal(few_rows.product(stream, norm, weight, bias, how), plain), name
-            added = few_rows.product_added(stream, norm, weight, bias, residual, 0.3, how)
-            assert torch.equal(added, ops.rms_norm(plain, residual, bare, 0.3)[1]), name
-            gated = few_rows.product_gated(stream, norm, weight, bias, "silu", how)
-            assert torch.equal(gated, ops.gate(plain, "silu").to(dtype)), name
+        for rows in (1, 3) if target.dry else (1, 2, 3, FEW_ROWS):
+            part, residual = x[:rows], numbers(5, rows, columns, device=target.device)
+            if name in ("qkv", "gate_up"):
+                stream = part.float()
+                plain = ops.linear(ops.rms_norm(None, stream, norm, 1.0)[0], weight, bias)
+            else:
+                plain = ops.linear(part, weight, bias)
+            if name == "qkv":
+                fused = few_rows.product(stream, norm, weight, bias, how)
+            elif name == "gate_up":
+                fused = few_rows.product_gated(stream, norm, weight, bias, "silu", how)
+                plain = ops.gate(plain, "silu").to(dtype)
+            else:
+                fused = few_rows.product_added(part, None, weight, bias, residual, 0.3, how)
+                plain = ops.rms_norm(plain, residual, norm._replace(weight=None), 0.3)[1]
+            assert torch.equal(fused, plain), f"{rows} rows of {name}"
 
 
 def test_mxfp4_row_is_bitwise_independent_of_its_batch(target: Target, dtype: torch.dtype) -> None:

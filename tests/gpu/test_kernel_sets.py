@@ -34,7 +34,7 @@ def test_serving_compiles_no_kernel_after_the_start() -> None:
         training = report.pop(name)
         assert training["at start"] > least, name
         assert training["later"] == [], name
-    assert len(report) == 14
+    assert len(report) == 16
     for name, kernels in report.items():
         assert kernels["at start"] > 50, name
         assert kernels["later"] == [], name

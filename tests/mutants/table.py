@@ -549,6 +549,23 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/ops/test_triton_quantised.py -k bits_of_the_definition",
     ),
     Fault(
+        "fused_rounding_of_a_row_by_one_scale",
+        "src/nano_inference/ops/cuda/few_whole_rows.py",
+        old="    scale, inverse = scale_and_inverse(tl.max(tl.abs(row), axis=1), finite, INT8)",
+        new="""\
+    largest = tl.max(tl.abs(row), axis=1)
+    largest = tl.where(largest > 0, tl.max(largest, axis=0), 0.0)
+    scale, inverse = scale_and_inverse(largest, finite, INT8)""",
+        seen_by="tests/ops/test_triton_whole_rows.py -k 'bits_of_the_definition'",
+    ),
+    Fault(
+        "fused_product_rounds_before_its_norm",
+        "src/nano_inference/ops/cuda/few_whole_rows.py",
+        old="    part = normed_part(part, factor, norm_weight, offset, inside, DTYPE)\n    return",
+        new="    part = part.to(DTYPE).to(tl.float32) * factor\n    return",
+        seen_by="tests/ops/test_triton_whole_rows.py -k 'bits_of_the_definition or plain_operations'",
+    ),
+    Fault(
         "draft_codes_of_old_weights",
         "src/nano_inference/drafts/coded_copies.py",
         old="if version != self._copied:",

@@ -72,7 +72,7 @@ def test_stages_warm_up_the_same_row_counts() -> None:
             params=params,
             dtype=torch.bfloat16,
             device=torch.device("cpu"),
-            ops=SimpleNamespace(schedule_invariant=True),
+            ops=SimpleNamespace(name="cuda", schedule_invariant=True),
         )
         return kinds_of_steps(options, model)
 

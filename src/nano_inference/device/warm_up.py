@@ -2,9 +2,9 @@
 
 Triton compiles a kernel on its first launch with new constants, which takes most of a second. The
 largest steps (`memory_profile`) and the graphs launch the kernels of every step. Draws have more
-variants, which depend on the sampling parameters in a batch. The products of `batch_invariant` are
-compiled for a few row counts. This module runs each variant once, with two rows. Triton caches
-compiled kernels on disk, so later starts only load them.
+variants, which depend on the sampling parameters in a batch. The products of `batch_invariant` and
+of weights in 8 bits are compiled for a few row counts. This module runs each variant once, with two
+rows. Triton caches compiled kernels on disk, so later starts only load them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -74,25 +74,31 @@ def run_all_kinds(
 def kinds_of_steps(config: EngineConfig, model: Decoder) -> list[int]:
     """Return the row counts that have their own kernels on some rank. All ranks run each step."""
     most = config.max_tokens_per_batch
-    if not model.ops.schedule_invariant:
+    if model.ops.name != "cuda":
         return [min(most, 64)]
     from nano_inference.ops.cuda.matmul import kinds_of_rows  # brings in Triton
+    from nano_inference.ops.cuda.quantised import KINDS_OF_ROWS, AlignedWeight
 
-    return sorted(
-        {
-            rows
-            for columns, depth, dtype in _matrices(model)
-            for rows in kinds_of_rows(columns, depth, dtype, most, model.device)
-        }
-    )
+    counts = set[int]() if model.ops.schedule_invariant else {min(most, 64)}
+    codes = [each.form for each in model.params.values() if isinstance(each, AlignedWeight)]
+    if any(not form.floats for form in codes):
+        counts.update(min(most, rows) for rows in KINDS_OF_ROWS)
+    if model.ops.schedule_invariant or any(form.floats for form in codes):
+        for columns, depth, dtype in _matrices(model):
+            counts.update(kinds_of_rows(columns, depth, dtype, most, model.device))
+    return sorted(counts)
 
 
 def _matrices(model: Decoder) -> set[tuple[int, int, torch.dtype]]:
-    """Return rows, columns and dtypes of the matrices of all ranks."""
+    """Return rows, columns and dtypes of the matrices of all ranks that `matmul` multiplies."""
     mesh, whole = model.part.position.mesh, model.part.whole
     if mesh.world_size == 1:
-        params = (each for each in model.params.values() if isinstance(each, Tensor))
-        return {(len(each), each.shape[1], each.dtype) for each in params if each.dim() == 2}
+        plain = model.ops.schedule_invariant
+        return {
+            (each.shape[0], each.shape[1], each.dtype)
+            for each in model.params.values()
+            if len(each.shape) == 2 and (plain if isinstance(each, Tensor) else each.form.floats)
+        }
     parts = (shard_of(whole, Place(mesh, rank)) for rank in range(mesh.world_size))
     return {
         (param.shape[0], param.shape[1], torch.float32 if param.keep_float32 else model.dtype)

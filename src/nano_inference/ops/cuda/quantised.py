@@ -34,6 +34,8 @@ from nano_inference.ops.cuda.matmul import GROUP, tile_of_program
 from nano_inference.ops.cuda.rows import DTYPES, aligned, whole_row
 from nano_inference.ops.reference.quantised import QuantisedWeight
 
+# numbers of rows that have kernels of their own: `few_row_tiles.VECTOR_ROWS`, then `tile_of`
+KINDS_OF_ROWS = (1, 2, 3, 17, 65)
 MOST_COLUMNS = 2**31 // 128**2  # products of codes are added up in 32 bits
 
 
