@@ -106,8 +106,8 @@ def test_fused_row_has_the_bits_of_plain_operations(target: Target, model: str) 
         norm = Norm(numbers(4, depth, device=target.device, dtype=dtype), 1e-6, 0.0, dtype)
         for rows in (1, 3) if target.dry else (1, 2, 3, FEW_ROWS):
             part, residual = x[:rows], numbers(5, rows, columns, device=target.device)
+            stream = part.float()
             if name in ("qkv", "gate_up"):
-                stream = part.float()
                 plain = ops.linear(ops.rms_norm(None, stream, norm, 1.0)[0], weight, bias)
             else:
                 plain = ops.linear(part, weight, bias)
@@ -126,12 +126,13 @@ def test_mxfp4_row_is_bitwise_independent_of_its_batch(target: Target, dtype: to
     """Send rows through experts of gpt-oss-20b's widths, all to one, or each to some."""
     hidden, inner, count = (64, 64, 2) if target.dry else (2880, 2880, 4)
     allocate, device = CudaOps(batch_invariant=True).allocate, torch.device(target.device)
-    made: list[Any] = []
-    for seed, size in enumerate(((count * 2 * inner, hidden), (count * hidden, inner))):
-        made.append(allocate(size, dtype, device, form=FORMATS["mxfp4-32"]))
-        made[-1].write(0, numbers(seed, *size, device=target.device, scale=0.05))
+    sizes = (count * 2 * inner, hidden), (count * hidden, inner)
+    made: list[Any] = [allocate(size, dtype, device, form=FORMATS["mxfp4-32"]) for size in sizes]
+    for seed, (weight, size) in enumerate(zip(made, sizes, strict=True)):
+        weight.write(0, numbers(seed, *size, device=target.device, scale=0.05))
     router, routing = torch.zeros(count, hidden, device=device), Routing(2, True)
-    experts = Experts(router, *made, count, routing, "clamped_swiglu")
+    gate_up, down = made
+    experts = Experts(router, gate_up, down, count, routing, "clamped_swiglu")
     most = target.size(300, 20)
     x = numbers(3, most, hidden, device=target.device, dtype=dtype)
     rows = torch.arange(most, device=device)

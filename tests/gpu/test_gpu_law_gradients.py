@@ -24,7 +24,7 @@ def dtype(request: pytest.FixtureRequest, target: Target) -> torch.dtype:
     return getattr(torch, request.param)
 
 
-def test_product_gradient_row_is_bitwise_independent_of_its_batch(
+def test_product_gradient_row_is_independent_of_its_batch(
     target: Target, dtype: torch.dtype
 ) -> None:
     """Compare products, gradients of inputs, and rows of a weight's gradient."""

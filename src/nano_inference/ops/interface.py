@@ -614,9 +614,9 @@ class Ops:
             a trunk (`call`).
         has_adapters: True if the backend implements `lora`.
         step_adapters: Adapters as `lora` reads them. None: `lora` reads `ForwardBatch.adapters`.
-        few_rows: (trunk, batch, view) -> the result of `trunk(ops, batch, view)` up to rounding,
-            for at most `FEW_ROWS` rows and in fewer kernels. Captured steps use it. None: not
-            implemented.
+        few_rows: (trunk, batch, view) -> the result of `trunk(ops, batch, view)`, for at most
+            `FEW_ROWS` rows and in fewer kernels: up to rounding, or with the same bits if
+            `schedule_invariant`. Captured steps use it. None: not implemented.
         partial: Attention over some of the keys. None: not implemented.
         head_parts: Draws and scores with a head that is sharded over ranks. None: ranks gather the
             logits.

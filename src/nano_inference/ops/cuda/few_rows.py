@@ -38,6 +38,8 @@ On sm_90 and later, kernels can overlap (`rows.overlapping`): a kernel starts wh
 runs, requests its first tile of the weight, and then waits until the predecessor has ended. Only
 the weight is requested before the wait, and a step writes no weight.
 
+Weights in FP8 are decoded in registers, and `few_whole_rows.py` multiplies by weights in int8.
+
 Rounding matches the plain operations: the normed row to the norm's dtype, the float32 sum of a
 product with its bias to the weight's dtype, then gate or addition. The cut of a weight depends only
 on its shape and dtype.
@@ -278,7 +280,7 @@ class FewRows:
 def few_rows(
     ops: Ops, trunk: Trunk, batch: ForwardBatch, view: KvcacheView, *, overlaps: bool = False
 ) -> Tensor:
-    """Implement `Ops.few_rows`: return the result of `trunk(ops, batch, view)` up to rounding."""
+    """Implement `Ops.few_rows`: return the result of `trunk(ops, batch, view)`."""
     fused = FewRows(ops, overlaps=overlaps)
     return fused.made(trunk(cast("Operations[Value]", fused), batch, view))
 
@@ -367,18 +369,16 @@ def _launch(
     overlaps = how.overlaps
     options = {"enable_fp_fusion": False} | overlapping(overlaps)
     if rows <= tiles.VECTOR_ROWS:
-        columns, each = (
-            tiles.columns_of_vector(num_columns, depth * itemsize),
-            max(8, 16 // itemsize),
-        )
+        columns = tiles.columns_of_vector(num_columns, depth * itemsize)
+        loaded = max(8, 16 // itemsize)  # numbers that a thread loads at a time
         width, most = triton.next_power_of_2(depth), VECTOR_TILE // (columns * itemsize)
         if itemsize == 1:  # decoded codes take more registers, and so do a second tile and row
             most //= 4 if rows > 1 and 2 * width > most else 2
-        width = max(min(width, most), each)
+        width = max(min(width, most), loaded)
         _vector_kernel[(triton.cdiv(num_columns, columns),)](
             aligned(x), norm_weight, numbers, scales, bias, residual, out, eps, offset, scale,
             num_columns, numbers.stride(0), depth, rows, finish, activation, dtype, result, codes,
-            columns, width // each, each, triton.next_power_of_2(depth), overlaps,
+            columns, width // loaded, loaded, triton.next_power_of_2(depth), overlaps,
             num_warps=4 if width >= depth else 8, **options,
         )  # fmt: skip
     else:

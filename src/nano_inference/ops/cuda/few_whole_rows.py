@@ -19,7 +19,7 @@ with the layout of that kernel, and the second launches it.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportUnreachable=false, reportAttributeAccessIssue=false
+# pyright: reportUnreachable=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from itertools import pairwise
 from typing import NamedTuple, TypeGuard
@@ -81,7 +81,7 @@ DEFAULT = Launch()
 
 
 class End(NamedTuple):
-    """What happens to a product: `few_row_tiles.finish_rows` with these arguments."""
+    """The end of a product: arguments of `few_row_tiles.finish_rows`."""
 
     kind: int  # STORE, ADD or GATE
     bias: Tensor | None
@@ -105,7 +105,7 @@ def launch_whole(
         x: Rows [N, K] of any dtype, or the float32 residual stream if there is a norm.
         norm: Norm of x before it is rounded to the weight's dtype, or None.
         weight: Weight in int8.
-        end: What happens to the product, and its output.
+        end: The end of the product, with its output.
         how: How to launch it.
     """
     if norm is not None and not how.norms and _may_round(x, weight, norm.dtype.itemsize):
@@ -120,7 +120,7 @@ def launch_whole(
         norm_weight = None if norm is None or norm.weight is None else aligned(norm.weight)
         eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
         columns, width = tiles.columns_of_vector(num_columns, depth), _widest(weight)
-        groups = triton.cdiv(triton.next_power_of_2(width), _EACH.value)  # of a segment
+        groups = triton.cdiv(triton.next_power_of_2(width), _EACH.value)  # in a segment
         tile = columns * segments * groups * _EACH.value  # bytes
         wide = tile >= TILE
         if tile > TILE:  # a thread holds this tile and the next one
@@ -142,7 +142,7 @@ def launch_whole(
     )  # fmt: skip
 
 
-def rounds_rows(x: Tensor, weight: Weight) -> TypeGuard[AlignedWeight]:
+def rounds_rows(x: Tensor, weight: Weight) -> bool:
     """Return True if a product of these rows takes one launch."""
     return rounds_input(weight) and len(x) > 0 and _may_round(x, weight, x.element_size())
 
