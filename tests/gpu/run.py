@@ -73,11 +73,9 @@ LAW = (
     *(Shard("test_gpu_law_codes.py", name) for name in ("fused", "mxfp4")),
     Shard("test_gpu_law_gradients.py"),
 )
+OF_LAW = ("test_gpu_law.py", "test_gpu_law_codes.py", "test_gpu_law_gradients.py")
 # A full dry run leaves these out: the law has a separate run, and the others need no card.
-ELSEWHERE = (
-    *("test_gpu_law.py", "test_gpu_law_codes.py", "test_gpu_law_gradients.py"),
-    *("test_triton_compile.py", "test_kernel_sets.py"),
-)
+ELSEWHERE = (*OF_LAW, "test_triton_compile.py", "test_kernel_sets.py")
 
 
 def command_of(shard: Shard, dry: bool) -> list[str]:
@@ -152,9 +150,7 @@ def main() -> int:
         default=0,
         help="processes at once; not given: as many as there are cores",
     )
-    parser.add_argument(
-        "--law", action="store_true", help="only test_gpu_law.py; not given: all others"
-    )
+    parser.add_argument("--law", action="store_true", help="only the law; not given: all others")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     # this process needs a moment to print the last results
@@ -162,7 +158,7 @@ def main() -> int:
     jobs = options.jobs or min(len(TOGETHER), os.cpu_count() or 1)
     alone, together = ((), LAW) if options.law else (ALONE, TOGETHER)
     if options.dry_run:  # nothing is compiled, and startup costs more than the tests
-        alone, together = (Shard("test_gpu_law.py" if options.law else ""),), ()
+        alone, together = tuple(map(Shard, OF_LAW)) if options.law else (Shard(""),), ()
     codes = run_all(alone, 1, options.out, end, options.dry_run)
     codes += run_all(together, jobs, options.out, end, options.dry_run)
     print(f"verdict: {codes.count(0)} of {len(codes)} shards", flush=True)
