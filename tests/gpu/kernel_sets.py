@@ -372,7 +372,7 @@ def served_sets() -> Iterator[KernelSet]:
     codes = {"kv_cache_dtype": "fp8", "quantization": "int8"}
     yield KernelSet("codes", QWEN_CONFIG, "bfloat16", batch_invariant=True, options=codes)
     for name, graphs in product(("int8", "fp8"), (True, False)):
-        fused = {"quantization": name, "cuda_graphs": graphs, "cuda_overlap": name == "int8"}
+        fused = {"quantization": name, "cuda_graphs": graphs, "cuda_overlap": graphs}
         yield KernelSet(f"{name}, graphs={graphs}", QWEN_CONFIG, "bfloat16", False, fused)
     overlap = {"cuda_overlap": True}
     yield KernelSet("overlapping", QWEN_CONFIG, "bfloat16", batch_invariant=False, options=overlap)

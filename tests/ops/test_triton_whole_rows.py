@@ -26,6 +26,7 @@ from nano_inference.ops.formats import FORMATS, FP8
 from nano_inference.ops.interface import FEW_ROWS, Norm, Ops
 from nano_inference.ops.reference import backend as reference
 from tests.depth import at_depth
+from tests.gpu.target import adapted, adapter
 from tests.models.tiny import FAMILIES, llama_config
 
 CPU = torch.device("cpu")
@@ -168,6 +169,19 @@ def test_product_that_reads_too_much_rounds_before(monkeypatch: pytest.MonkeyPat
         before = launched.total()
         assert torch.equal(few_rows.product(x, None, weight, None), reference.linear(x, weight))
         assert launched.total() - before == kernels
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_with_adapters_have_the_bits_of_plain_operations(count: int) -> None:
+    ops, weight = cuda_ops(batch_invariant=True), stored(40, 96, torch.float16)
+    adapters = (adapter("cpu", 8, 96, (20, 20)),)
+    batch = adapted(adapters, [row % 2 - 1 for row in range(count)], "cpu")
+    stream, norm = drawn(count, 96, seed=1), Norm(torch.ones(96).half(), 1e-5, 0.0, torch.float16)
+    fused = few_rows.FewRows(ops)
+    deferred = fused.rms_norm(None, stream, norm)[0]
+    result = fused.lora(fused.linear(deferred, weight), deferred, "weight", batch)
+    read = ops.rms_norm(None, stream, norm, 1.0)[0]
+    assert torch.equal(result, ops.lora(ops.linear(read, weight), read, "weight", batch))
 
 
 # -- trunks ----------------------------------------------------------------------------------------
