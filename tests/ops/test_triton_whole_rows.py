@@ -161,6 +161,16 @@ def test_plain_product_of_few_rows_takes_one_launch(
         assert not count or torch.equal(result, reference.linear(x, weight))
 
 
+def test_norm_with_two_readers_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops, weight = cuda_ops(batch_invariant=True), stored(40, 96, torch.float16)
+    fused, launched = few_rows.FewRows(ops), counted_launches(monkeypatch)
+    norm = Norm(torch.ones(96).half(), 1e-5, 0.0, torch.float16)
+    normed = fused.rms_norm(None, drawn(2, 96, seed=1), norm)[0]
+    first, second = (fused.made(fused.linear(normed, weight)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert launched == {"_rms_norm_kernel": 1, "_vector_kernel": 2}
+
+
 def test_product_that_reads_too_much_rounds_before(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = stored(70, 96, torch.float16), drawn(2, 96, seed=1)
     launched = counted_launches(monkeypatch)

@@ -132,13 +132,17 @@ class FewRows:
 
     def __init__(self, ops: Ops, *, overlaps: bool = False) -> None:
         self._ops, self._how = ops, Launch(overlaps, norms=not ops.schedule_invariant)
+        self._normed: tuple[Normed, Tensor] | None = None  # the last norm that was computed
         self.embed, self.plan_attention = ops.embed, ops.plan_attention
         self.latent = LatentOps[Value](self._store_latents, self._latent_values)
 
     def made(self, value: Value) -> Tensor:
         """Compute the value as a tensor."""
         if isinstance(value, Normed):
-            return self._ops.rms_norm(None, value.residual, value.norm, 1.0)[0]
+            if self._normed is None or self._normed[0] is not value:
+                normed = self._ops.rms_norm(None, value.residual, value.norm, 1.0)[0]
+                self._normed = value, normed
+            return self._normed[1]
         if isinstance(value, Product):
             return product(value.x, value.norm, value.weight, value.bias, self._how)
         return value
@@ -169,7 +173,7 @@ class FewRows:
         # one rank's part of a sum is not rounded
         if segments is not None or not self._fuses(weight):
             return self._ops.linear(self.made(x), weight, bias, segments)
-        if isinstance(x, Normed) and x.norm.dtype == weight.dtype and len(x.residual) <= FEW_ROWS:
+        if isinstance(x, Normed) and x.norm.dtype == weight.dtype and self._norms(x.residual):
             return Product(x.residual, x.norm, weight, bias)
         rows = self.made(x)
         if len(rows) > FEW_ROWS:
@@ -177,6 +181,11 @@ class FewRows:
         if not rounds_input(weight):
             rows = rows.to(weight.dtype)
         return Product(rows, None, weight, bias)
+
+    def _norms(self, residual: Tensor) -> bool:
+        """Return True if products of these rows compute their norm, or codes of it."""
+        least = 1 if self._how.norms else tiles.VECTOR_ROWS + 1
+        return least <= len(residual) <= FEW_ROWS
 
     def _fuses(self, weight: Weight) -> TypeGuard[Tensor | QuantisedWeight]:
         """Return True if products of a weight can be deferred."""
