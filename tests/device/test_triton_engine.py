@@ -180,6 +180,10 @@ def test_quantized_weights_are_updated_and_sleep(
     (after,), (expected,) = (each.generate(PROMPT, greedy(4)) for each in (engine, fresh))
     assert bits(after) == bits(expected) != bits(before)
     assert after.numerics.endswith(f"/{quantization}/kv-fp8")
+    if batch_invariant:
+        assert runner(engine).num_replays >= 3
+        eager = build(NEW, **options, cuda_graphs=False)
+        assert bits(eager.generate(PROMPT, greedy(4))[0]) == bits(after)
     (wanted,) = build(NEW, **options | {"backend": "reference", "batch_invariant": None}).generate(
         PROMPT, greedy(4)
     )
