@@ -6,7 +6,6 @@ from pathlib import Path
 
 from nano_inference.errors import ConfigError
 from nano_inference.fields import check_least, check_seconds, option, strict_options
-from nano_inference.rl.activations import require_choice
 
 MIB = 1 << 20
 SERVICE, KEYS, LIMITS = "The service", "Keys", "Limits"
@@ -90,7 +89,10 @@ class TrainServiceConfig:
 
     def __post_init__(self) -> None:
         check_least(self, ConfigError)
-        require_choice(self.recompute_activations)
+        if not isinstance(self.recompute_activations, bool | None):  # pyright: ignore
+            raise ConfigError(
+                f"recompute_activations={self.recompute_activations!r} must be True, False or None."
+            )
         timeouts = ("request_timeout", "result_timeout", "session_timeout")
         check_seconds(self, timeouts, ConfigError)
         for key in self.api_keys:
