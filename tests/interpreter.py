@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,8 @@ def adapt() -> None:
     """Patch the interpreter once, if it is there.
 
     Work that it repeats at every call of a kernel's function is cached. Padding rows of a batch
-    hold arbitrary values: a device computes with them silently, but NumPy warns.
+    hold arbitrary values: a device computes with them silently, but NumPy warns. Threads take turns,
+    because a program's indices are global, and Python 3.11 parses one source at a time.
     """
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or hasattr(interpreter._patch_lang, "once"):
@@ -29,6 +31,7 @@ def adapt() -> None:
     )
     interpreter._get_np_dtype = _once_a_type(interpreter._get_np_dtype)
     interpreter.GridExecutor.__call__ = _silent(interpreter.GridExecutor.__call__)
+    interpreter.InterpretedFunction.run = _in_turns(interpreter.InterpretedFunction.run)
     interpreter.InterpreterBuilder.create_dot = _product_by_rows(interpreter.TensorHandle)
     interpreter.ReduceOps.min_max = _of_any_numbers(interpreter.ReduceOps.min_max)
 
@@ -90,6 +93,16 @@ def _silent(launch: Callable[..., None]) -> Callable[..., None]:
             launch(*args, **kwargs)
 
     return silent
+
+
+def _in_turns(run: Callable[..., None]) -> Callable[..., None]:
+    turn = threading.RLock()
+
+    def in_turns(*args: Any, **kwargs: Any) -> None:
+        with turn:
+            run(*args, **kwargs)
+
+    return in_turns
 
 
 def _of_any_numbers(min_max: Callable[..., Any]) -> Callable[..., Any]:

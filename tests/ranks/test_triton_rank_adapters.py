@@ -2,7 +2,6 @@
 threads that take turns in it.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,20 +29,6 @@ from tests.ranks.rank_threads import ThreadLauncher
 from tests.weights.weight_cases import drain
 
 __all__ = ["checking"]
-
-
-@pytest.fixture(autouse=True)
-def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run one kernel at a time: the interpreter is not made for threads."""
-    from triton.runtime.interpreter import GridExecutor
-
-    turn, launch = threading.Lock(), GridExecutor.__call__
-
-    def locked(*args: Any, **options: Any) -> None:
-        with turn:
-            launch(*args, **options)
-
-    monkeypatch.setattr(GridExecutor, "__call__", locked)
 
 
 @pytest.fixture(scope="module")
