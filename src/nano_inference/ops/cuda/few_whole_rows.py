@@ -53,8 +53,9 @@ from nano_inference.ops.cuda.rows import (
     whole_row,
 )
 from nano_inference.ops.formats import FORMATS
-from nano_inference.ops.interface import Norm, Weight
+from nano_inference.ops.interface import Weight
 from nano_inference.ops.reference.quantised import QuantisedWeight
+from nano_inference.ops.rowwise import Norm
 
 MOST_READ = 16 << 20  # bytes of rows that programs read from L2: 3 µs, as much as a launch
 TILE = 16 * 1024  # bytes of the weight that a program requests at a time
