@@ -179,14 +179,16 @@ def test_policy_model_matches_the_engine_after_every_step(folder: Path, backend:
             model.publish()
 
 
-def test_gradients_equal_autograd_on_masked_logits(folder: Path) -> None:
-    """Cover a row scored under two masks."""
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_equal_autograd_on_masked_logits(folder: Path, backend: str) -> None:
+    """Cover a row scored under two masks, with gradients from the kernels and from torch."""
     from transformers import AutoModelForCausalLM
 
     oracle: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     digits = [Grammar.regex("[0-9]{4,8}"), Grammar.regex("[0-9a-f]{4,8}")]
-    with build(folder) as engine:
+    with build(folder, backend=backend) as engine:
         model = PolicyModel(engine, micro_batch_tokens=64)
+        assert model.gradients == ("torch" if backend == "reference" else "kernels")
         ids = [*PROMPTS[0], *engine.tokenizer.encode("12345"), EOS]
         other = [*PROMPTS[0], *engine.tokenizer.encode("12ab6"), EOS]
         sequences, grammars = [ids, ids, other, ids], [digits[0], digits[1], digits[1], None]
