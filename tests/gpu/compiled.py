@@ -46,6 +46,7 @@ class Compiled:
     stores: int
     wide_stores: int
     ahead: int  # loads before the wait for the predecessor
+    fuses: bool  # products and sums may be contracted
 
 
 class _Driver:
@@ -127,6 +128,7 @@ def describe(kernel: Any, call: str, shape: str, arch: int) -> Compiled:
         stores=len(stores),
         wide_stores=sum(map(_is_wide, stores)),
         ahead=len(_LOAD.findall(ptx.partition(_WAIT)[0])) if _WAIT in ptx else 0,
+        fuses=metadata.enable_fp_fusion is not False,
     )
 
 

@@ -41,6 +41,7 @@ def check(kernels: list[dict], calls: list[str]) -> None:
     # float32 is for comparisons, and a few of its kernels spill on sm_80 and sm_100: docs/gpu.md.
     for_speed = [k for k in kernels if not ("fp32" in k["shape"] and k["arch"] != 90)]
     assert [k for k in for_speed if k["stack"] + k["local"]] == []
+    assert [k for k in kernels if k["fuses"]] == [], "ops/cuda/__init__.py: without contraction"
     of_trunk = [k for k in kernels if "overlapping" in k["call"] and "quantise" not in k["kernel"]]
     products = [k for k in of_trunk if k["constants"].get("K")]
     assert all(k["ahead"] for k in products), "the weight is requested before the wait"

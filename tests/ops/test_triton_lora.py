@@ -123,6 +123,14 @@ def test_row_bits_depend_on_its_own_adapter_only(case: Case, data: st.DataObject
     assert torch.equal(alone.added()[0], together[one])
 
 
+def test_row_bits_ignore_neighbors_in_segments() -> None:
+    """Cover sums over several segments, which few random cases have."""
+    case = Case(numbers(2, 5, 48), numbers(3, 5, 130), (adapter(1, 130, [48], [16]),), [0] * 5)
+    together = case.added()
+    for row in range(5):
+        assert torch.equal(case.rows(row).added()[0], together[row])
+
+
 @settings(max_examples=at_depth(40))
 @given(addresses=st.lists(st.sampled_from([0, 0, 2**33, 7, 2**45 + 16]), min_size=1, max_size=90))
 def test_groups_hold_each_adapted_row_once(addresses: list[int]) -> None:

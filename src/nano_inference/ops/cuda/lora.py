@@ -258,10 +258,11 @@ def _grouped(
     num_tiles = torch.empty(1, dtype=torch.int32, device=device)
     if num_rows:
         grid = (triton.cdiv(num_rows, BLOCK),)
-        _rank_kernel[grid](addresses, ranks, num_rows, BLOCK)
+        _rank_kernel[grid](addresses, ranks, num_rows, BLOCK, enable_fp_fusion=False)
         _tile_kernel[grid](
-            addresses, ranks, order, tables, counts, num_tiles, num_rows, ROWS, BLOCK
-        )
+            addresses, ranks, order, tables, counts, num_tiles, num_rows, ROWS, BLOCK,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     programs = min(most_tiles, num_rows // ROWS + SPARE_TILES)
     return Groups(order, tables, counts, num_tiles, programs, bounds, names)
 
