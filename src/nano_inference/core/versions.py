@@ -3,6 +3,8 @@
 A sequence recomputes its context, keeps it, or finishes on the old version.
 """
 
+from collections.abc import Iterable
+
 from nano_inference.core.apply import preempt
 from nano_inference.core.sequence import (
     POLICY,
@@ -63,20 +65,8 @@ def change_version(
             seq.weight_set = PREVIOUS
         if stay:
             sequences.versions[PREVIOUS] = old
-    for seq in [s for s in sequences.running if s.weight_set == weight_set]:
-        # a score from the old version could outlive its context
-        scoring = seq.request.scored and not seq.num_completion_tokens
-        if kv_policy == "keep" and seq.num_samples and not scoring:
-            seq.publishable = False
-            seq.begin_context(_mixed(seq, old), version)
-        else:
-            preempt(seq, sequences, cache)
-    for seq in [*sequences.waiting, *sequences.held]:
-        if seq.weight_set == weight_set:
-            seq.release(sequences.namespace_of(seq))
-            seq.prefix.extend(seq.token_ids, cache.block_size)
-            if not seq.num_samples or not seq.num_completion_tokens:
-                seq.forget_scores()  # a sequence's scores must come from one version
+    for seq in _recomputed(sequences.of_weight_set(weight_set), sequences, cache, kv_policy):
+        seq.begin_context(_mixed(seq, old), version)
     if old != version and not (weight_set == POLICY and sequences.versions.get(PREVIOUS) == old):
         cache.drop_version(weight_set, old)
 
@@ -95,23 +85,45 @@ def change_adapter(
     old = sequences.adapters.get(adapter.name)
     sequences.adapters[adapter.name] = adapter
     begun_with = set(of_adapter(sequences, adapter.name))
-    for seq in [s for s in sequences.by_id.values() if s.adapter is old and old is not None]:
-        if kv_policy == "finish_old" and seq in begun_with:
-            continue
+    if old is None:
+        return
+    follow = [
+        seq
+        for seq in sequences.by_id.values()
+        if seq.adapter is old and not (kv_policy == "finish_old" and seq in begun_with)
+    ]
+    for seq in follow:
         seq.adapter = adapter
-        if seq.status is SequenceStatus.RUNNING:
-            scoring = seq.request.scored and not seq.num_completion_tokens
-            if kv_policy == "keep" and seq.num_samples and not scoring:
-                seq.publishable = False
-                continue
+    _recomputed(follow, sequences, cache, kv_policy)
+    if old is not adapter:
+        cache.let_go_adapter(adapter_key(old.name, old.version))
+
+
+def _recomputed(
+    seqs: Iterable[Sequence], sequences: Sequences, cache: KVCacheManager, kv_policy: KvPolicy
+) -> list[Sequence]:
+    """Recompute the context of sequences that follow new weights, or a new adapter.
+
+    With `keep`, running samples keep their keys and values, and no longer publish blocks. Return
+    these samples.
+    """
+    kept: list[Sequence] = []
+    for seq in seqs:
+        runs = seq.status is SequenceStatus.RUNNING
+        # a score from the old version could outlive its context
+        scoring = seq.request.scored and not seq.num_completion_tokens
+        if runs and kv_policy == "keep" and seq.num_samples and not scoring:
+            seq.publishable = False
+            kept.append(seq)
+            continue
+        if runs:
             preempt(seq, sequences, cache)
         else:
             seq.release(sequences.namespace_of(seq))
             seq.prefix.extend(seq.token_ids, cache.block_size)
         if not seq.num_samples or not seq.num_completion_tokens:
             seq.forget_scores()  # a sequence's scores must come from one version
-    if old is not None and old is not adapter:
-        cache.let_go_adapter(adapter_key(old.name, old.version))
+    return kept
 
 
 def settle_adapter(seq: Sequence, sequences: Sequences) -> Finish | None:
