@@ -1,6 +1,5 @@
 """Sequences divided into fixed micro-batches of rows, with common prefixes stored once."""
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -106,8 +105,9 @@ class MicroBatch:
 def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterator[MicroBatch]:
     """Divide sequences, in order, into micro-batches of at most `max_rows` rows.
 
-    A longer sequence gets its own batch. Either all sequences have routes or none. Raises
-    `RuntimeError` if the routes of a shared row differ.
+    A longer sequence gets its own batch. Either all sequences have routes or none. Sequences share
+    a row if its prefix and the experts of all its tokens are equal. Raises `RuntimeError` if a
+    sequence has too few routes.
 
     The division depends only on the arguments, and so does the order of additions in a gradient.
     Rows after a sequence's last gradient are left out, and so are sequences without any gradient.
@@ -118,13 +118,11 @@ def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterato
         if not wanted:
             continue
         last = wanted[-1][0]
-        if (
-            rows.num_rows
-            and rows.num_rows + rows.num_new(sequence.token_ids[: last + 1]) > max_rows
-        ):
+        nodes, routes = _nodes(sequence, last + 1)
+        if rows.num_rows and rows.num_rows + rows.num_new(nodes) > max_rows:
             yield rows.freeze()
             rows = _Rows()
-        path = rows.add(sequence.token_ids[: last + 1], sequence.routes)
+        path = rows.add(nodes, routes)
         for row, token_id, grad in wanted:
             mask = sequence.masks[row + 1 - sequence.start] if sequence.masks else None
             target = (rows.scored(path[row], mask), token_id)
@@ -133,12 +131,28 @@ def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterato
         yield rows.freeze()
 
 
+Node = tuple[int, bytes]  # a token, and the experts of its row
+
+
+def _nodes(sequence: ScoredSequence, count: int) -> tuple[list[Node], Tensor | None]:
+    """Return the first nodes of a sequence and their routes."""
+    ids = sequence.token_ids[:count]
+    if sequence.routes is None:
+        return [(token_id, b"") for token_id in ids], None
+    routes = sequence.routes[:count]
+    if len(routes) != count:
+        raise RuntimeError(f"the routes have {len(routes)} rows; {count} rows need experts.")
+    data, size = routes.contiguous().numpy().tobytes(), routes[0].nbytes
+    chosen = (data[at : at + size] for at in range(0, len(data), size))
+    return list(zip(ids, chosen, strict=True)), routes
+
+
 @dataclass(slots=True)
 class _Rows:
-    """Rows as nodes of a tree of tokens."""
+    """Rows as a tree of nodes."""
 
-    # (parent, token) -> row
-    children: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    # (parent, node) -> row
+    children: dict[tuple[int, Node], int] = field(default_factory=dict[tuple[int, Node], int])
     token_ids: list[int] = field(default_factory=list[int])
     positions: list[int] = field(default_factory=list[int])
     segments: list[Segment] = field(default_factory=list[Segment])
@@ -155,30 +169,32 @@ class _Rows:
     def num_rows(self) -> int:
         return len(self.token_ids)
 
-    def num_new(self, token_ids: list[int]) -> int:
+    def num_new(self, nodes: list[Node]) -> int:
         """Return how many rows a sequence would add."""
         parent = -1
-        for position, token_id in enumerate(token_ids):
-            if (parent, token_id) not in self.children:
-                return len(token_ids) - position
-            parent = self.children[parent, token_id]
+        for position, node in enumerate(nodes):
+            if (parent, node) not in self.children:
+                return len(nodes) - position
+            parent = self.children[parent, node]
         return 0
 
-    def add(self, token_ids: list[int], routes: Tensor | None = None) -> list[int]:
-        """Add a sequence and return the row of each of its tokens."""
+    def add(self, nodes: list[Node], routes: Tensor | None = None) -> list[int]:
+        """Add a sequence and return the row of each of its nodes."""
         path: list[int] = []
         first, parent = self.num_rows, -1
-        for position, token_id in enumerate(token_ids):
-            row = self.children.setdefault((parent, token_id), self.num_rows)
+        for position, node in enumerate(nodes):
+            row = self.children.setdefault((parent, node), self.num_rows)
             if row == self.num_rows:
-                self.token_ids.append(token_id)
+                self.token_ids.append(node[0])
                 self.positions.append(position)
             path.append(row)
             parent = row
-        if self.num_rows > first:
+        num_new = self.num_rows - first  # the last nodes of the path
+        if num_new:
             self.segments.append(Segment(first, self.num_rows, torch.tensor(path)))
-        if routes is not None:
-            self._add_routes(path, first, routes[: len(path)])
+        if num_new and routes is not None:
+            here = routes[-num_new:]
+            self.routes = torch.cat([self.routes, here]) if first else here
         return path
 
     def scored(self, row: int, mask: np.ndarray | None) -> int:
@@ -189,21 +205,6 @@ class _Rows:
                 self.masks.append((len(self.places), mask))
             self.places[key] = len(self.places)
         return self.places[key]
-
-    def _add_routes(self, path: list[int], first: int, routes: Tensor) -> None:
-        """Record the experts of the rows from `first` on, and check those of the earlier rows."""
-        if len(routes) != len(path):
-            raise RuntimeError(
-                f"the routes have {len(routes)} rows; {len(path)} rows need experts."
-            )
-        shared = bisect_left(path, first)  # rows of a path ascend
-        here = torch.cat([self.routes, routes[shared:]]) if len(self.routes) else routes
-        if not torch.equal(here[path], routes):
-            raise RuntimeError(
-                "the engine chose other experts for a row than for the same row of another "
-                "sequence."
-            )
-        self.routes = here
 
     def freeze(self) -> MicroBatch:
         return MicroBatch(

@@ -74,7 +74,8 @@ class PolicyModel(ScoringModule):
 
     The bits of gradients do not depend on the number of threads or on the engine's options. Those
     of `"kernels"` do not depend on the processor either, for one `EngineConfig.cpu_sums`; on CUDA,
-    they depend on the GPU's architecture. Those of `"torch"` do if torch selects other kernels, and
+    they depend on the GPU's architecture, and a mixture needs `EngineConfig.batch_invariant`, as
+    its forward pass chooses the experts. Those of `"torch"` do if torch selects other kernels, and
     on CUDA its sums with atomics may differ between runs. On CUDA, `"kernels"` read the weights
     that scored where they are. `entropy` and `kl` are always computed in torch.
 
