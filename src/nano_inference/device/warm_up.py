@@ -80,10 +80,12 @@ def kinds_of_steps(config: EngineConfig, model: Decoder) -> list[int]:
     from nano_inference.ops.cuda.quantised import KINDS_OF_ROWS, AlignedWeight
 
     counts = set[int]() if model.ops.schedule_invariant else {min(most, 64)}
-    codes = [each.form for each in model.params.values() if isinstance(each, AlignedWeight)]
-    if any(not form.floats for form in codes):
+    codes = {each.form.floats for each in model.params.values() if isinstance(each, AlignedWeight)}
+    if config.quantization is not None and model.part.position.mesh.world_size > 1:
+        codes = {False, True}  # other ranks may hold layers in other formats
+    if False in codes:
         counts.update(min(most, rows) for rows in KINDS_OF_ROWS)
-    if model.ops.schedule_invariant or any(form.floats for form in codes):
+    if model.ops.schedule_invariant or True in codes:
         for columns, depth, dtype in _matrices(model):
             counts.update(kinds_of_rows(columns, depth, dtype, most, model.device))
     return sorted(counts)
