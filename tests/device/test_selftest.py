@@ -92,6 +92,19 @@ def test_check_names_the_wrong_operation(spec: ModelSpec, tmp_path: Path, name: 
         check(replace(good, **{name: raising}), spec, torch.float32, CPU)
 
 
+@pytest.mark.parametrize("codes", selftest.CODES)
+def test_check_names_wrong_products_of_codes(spec: ModelSpec, codes: str) -> None:
+    plain = reference_ops()
+
+    def few_rows(trunk: Any, batch: Any, view: Any) -> torch.Tensor:
+        form = getattr(trunk.__self__.params["layers.0.qkv"], "form", None)
+        is_wrong = form is not None and form.name == codes
+        return trunk(plain, batch, view) * (1.5 if is_wrong else 1.0)
+
+    with pytest.raises(Differs, match=f"^few_rows of weights in {codes} is wrong"):
+        check(replace(plain, few_rows=few_rows), spec, torch.float32, CPU)
+
+
 @pytest.mark.parametrize("name", ["store", "values"])
 def test_check_names_the_wrong_operation_on_latents(tmp_path: Path, name: str) -> None:
     ops, spec = reference_ops(), load_spec(tiny_model(tmp_path, "deepseek-v3"))

@@ -3,7 +3,7 @@
 
 Every tensor is a separate allocation (torch's cache is off), so an out-of-bounds access is
 detected. Unreadable memory holds NaN. Graphs are off: the selftest launches the kernels that graphs
-replay, on few rows.
+replay, on few rows of plain and coded weights.
 
 With `--tool` the cases run twice. The first run is plain and compiles the kernels. The second runs
 under compute-sanitizer, so the tool spends its time on launches instead of Triton's compiler.
@@ -52,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": {"num_hidden_layers": 1},
     "gemma4": GEMMA_4,
     "deepseek-v3": {"num_hidden_layers": 2, "num_attention_heads": 4},
+    "mixtral": {"num_hidden_layers": 1},
     "lfm2": CONV,
     "qwen3_5": DELTA,
 }
@@ -76,16 +77,24 @@ REQUESTS = (
 )
 
 
-# Half of the cases hold codes of 8 bits in the weights and, if the family can, in the cache.
-CODES: dict[str, Any] = {"quantization": "int8"}
+# Half of the cases hold codes of 8 bits in the weights and, if the family can, in the cache: int8
+# with `batch_invariant`, and FP8 without it in the other families.
 PLAIN_KEYS = ("gemma4", "deepseek-v3")
+
+
+def codes_of(family: str, batch_invariant: bool) -> dict[str, Any]:
+    """Return the formats of a case's weights and keys."""
+    in_int8 = list(MODELS).index(family) % 2 == 0
+    if in_int8 != batch_invariant:
+        return {}
+    codes = {"quantization": "int8" if in_int8 else "fp8"}
+    return codes | ({} if family in PLAIN_KEYS else {"kv_cache_dtype": "fp8"})
 
 
 def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int:
     """Run the requests on a tiny model and return the number of steps."""
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model(Path(folder), family, **SIZES | MODELS[family])
-        codes = CODES | ({} if family in PLAIN_KEYS else {"kv_cache_dtype": "fp8"})
         config = EngineConfig(
             model_path=str(model),
             dtype=dtype,  # pyright: ignore[reportArgumentType]
@@ -98,7 +107,7 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
             kv_cache_memory=1 << 18,
             cuda_graphs=False,
             max_loras=1,
-            **(codes if batch_invariant else {}),
+            **codes_of(family, batch_invariant),
         )
         with InferenceEngine(config) as engine:
             engine_model = engine.model

@@ -48,6 +48,7 @@ from nano_inference.types import SamplingParams
 VOCABULARY = 4096  # maximum rows of the head
 LENGTHS = (19, 1, 37)  # rows of the chunks, the second of which is a decode
 CONTEXTS = (19, 90, 100)
+CODES = ("int8", "fp8")  # formats of weights with fused kernels of their own
 TOLERANCE = 0.05  # relative to a result's norm: kernels round where the reference does not
 COMPARED = (
     "embed",
@@ -241,6 +242,8 @@ def check(
     tiny, reference = _tiny(spec), reference_ops()
     if ops.name != "cpu":
         _run(_beside(ops, reference), tiny, dtype, device, block_size)
+        if ops.few_rows is not None:
+            _compare_coded_rows(ops, tiny, dtype, device, block_size)
         if ops.has_adapters:
             _compare_adapters(ops, tiny, dtype, device)
         return
@@ -331,18 +334,38 @@ def _run(ops: Ops, spec: ModelSpec, dtype: Dtype, device: Device, block_size: in
         model.draw(hidden, _draws(DRAWS[:1] * len(last), device)),
     ]
     if ops.few_rows is not None:
-        for rows in (1, 2, FEW_ROWS):  # the row count selects the kernel
-            decodes = [
-                Rows([7], max(CONTEXTS) - row - 1, _table(row, per_table)) for row in range(rows)
-            ]
-            batch = batch_of_rows(decodes, block_size, device=device)
-            expected = model.trunk(ops, batch, storage)
-            _require_near(
-                "few_rows",
-                _called("few_rows", ops.few_rows, (model.trunk, batch, storage)),
-                expected,
-            )
+        _compare_few_rows("few_rows", model, storage)
     return results
+
+
+def _compare_coded_rows(
+    ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int
+) -> None:
+    """Compare fused products of few rows and weights in 8 bits with the plain ones."""
+    generator, per_table = torch.Generator(device).manual_seed(0), -(-max(CONTEXTS) // block_size)
+    storage = KVStorage(spec, FEW_ROWS * per_table, block_size, dtype, device)
+    for tensor in storage.tensors:
+        tensor.zero_()
+    for codes in CODES:
+        params = allocate(param_table(spec), dtype, device, ops.allocate, codes)
+        for param in params.values():
+            _fill(param, generator)
+        model = Decoder(spec, params, ops, spec.max_position)
+        _compare_few_rows(f"few_rows of weights in {codes}", model, storage)
+
+
+def _compare_few_rows(name: str, model: Decoder, storage: KVStorage) -> None:
+    """Compare the fused operations of few rows with the plain ones."""
+    ops, block_size = model.ops, storage.block_size
+    assert ops.few_rows is not None
+    per_table = -(-max(CONTEXTS) // block_size)
+    for rows in (1, 2, FEW_ROWS):  # the row count selects the kernel
+        decodes = [
+            Rows([7], max(CONTEXTS) - row - 1, _table(row, per_table)) for row in range(rows)
+        ]
+        batch = batch_of_rows(decodes, block_size, device=model.device)
+        expected = model.trunk(ops, batch, storage)
+        _require_near(name, _called(name, ops.few_rows, (model.trunk, batch, storage)), expected)
 
 
 def _compare_adapters(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
