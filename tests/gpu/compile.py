@@ -90,6 +90,7 @@ DEEPSEEK_LITE = Shape("DeepSeek-V2-Lite", 2048, 16, 1, 576, 10_944, 102_400, hea
 DEEPSEEK_FLOAT32 = replace(DEEPSEEK, name="DeepSeek-V3 fp32", dtype=torch.float32)
 LATENT = Latent(rank=512, rotary=64, plain=128, value=128)
 GEMMA_3 = Shape("Gemma-3-270m", 640, 4, 1, 256, 2048, 262_144, head_norms=True)
+GEMMA_3_FLOAT32 = replace(GEMMA_3, name="Gemma-3-270m fp32", dtype=torch.float32)
 GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201_088, head_norms=False)
 QWEN_MOE = Shape("Qwen3-30B-A3B", 2048, 32, 4, 128, 768, 151_936, head_norms=True)
 QWEN_MOE_FLOAT32 = replace(QWEN_MOE, name="Qwen3-30B-A3B fp32", dtype=torch.float32)
@@ -739,8 +740,9 @@ def _gradient_experts(shape: Shape) -> None:
 
     side, count, hidden, inner = _gradients(shape), 128, shape.hidden, shape.inner
     sizes = ((2 * inner, hidden), (hidden, inner))
-    for scores, kind in (("softmax", "none"), ("sigmoid", "plain"), ("softmax", "gated")):
-        route = RouteShape(count, Routing(8, True, scores), kind)  # type: ignore[arg-type]
+    kinds = ("softmax", "none"), ("sigmoid", "plain"), ("softmax", "gated")
+    for (scores, kind), renormalized in product(kinds, (True, False)):
+        route = RouteShape(count, Routing(8, renormalized, scores), kind)  # type: ignore[arg-type]
         logits = shape.empty(16, count + (kind == "gated"), dtype=torch.float32)
         ids = torch.arange(8).expand(16, 8).contiguous()
         weights = side.route_weights(logits, ids, route)
@@ -836,11 +838,7 @@ CALLS = [
     Call("attention, invariant", _attention_invariant),
     Call("attention, a cap", _attention_cap, shapes=(GEMMA_2,)),
     Call("attention, sinks", _attention_sinks, shapes=(GPT_OSS,)),
-    Call(
-        "attention, float32",
-        _attention_any,
-        shapes=(QWEN_FLOAT32,),
-    ),
+    Call("attention, float32", _attention_any, shapes=(QWEN_FLOAT32, GEMMA_3_FLOAT32)),
     Call("attention, kinds", _attention_kinds, shapes=(GEMMA_4, GEMMA_4_FULL)),
     Call("attention, latents", _attention_latents, shapes=(DEEPSEEK, DEEPSEEK_LITE)),
     Call("attention, latents, decode", _attention_latents_decode, small=True, shapes=(DEEPSEEK,)),

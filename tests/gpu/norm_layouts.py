@@ -21,6 +21,7 @@ from tests.gpu.compiled import compiling
 
 WIDTHS = (640, 1024, 1536, 2048, 2560, 2880, 3584, 4096)
 DTYPES = (torch.bfloat16, torch.float16)
+WEIGHTS = (None, torch.float32)  # of a norm; None: the dtype of its result
 ARCHS = (80, 90, 100)
 
 
@@ -41,9 +42,9 @@ def main() -> None:
     from nano_inference.ops.cuda.rows import rms_norm
 
     cases, others = 0, list[str]()
-    for arch, dtype, width in product(ARCHS, DTYPES, WIDTHS):
+    for arch, dtype, width, of_weight in product(ARCHS, DTYPES, WIDTHS, WEIGHTS):
         residual = torch.empty(3, width, dtype=torch.float32)
-        norm = Norm(torch.empty(width, dtype=dtype), 1e-6, 0.0, dtype)
+        norm = Norm(torch.empty(width, dtype=of_weight or dtype), 1e-6, 0.0, dtype)
         weight = AlignedWeight((64, width), dtype, torch.device("cpu"), FORMATS["int8"])
         with compiling(arch) as made:
             rms_norm(None, residual, norm)
@@ -53,7 +54,7 @@ def main() -> None:
         orders = {order_of_sum(kernel) for kernel in made}
         cases += 1
         if len(orders) > 1:
-            others.append(f"sm_{arch}, {dtype}, {width}: {orders}")
+            others.append(f"sm_{arch}, {dtype}, {of_weight}, {width}: {orders}")
     print(json.dumps({"cases": cases, "others": others}))
 
 

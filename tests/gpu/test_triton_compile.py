@@ -67,7 +67,7 @@ def test_norm_with_codes_adds_up_like_the_plain_norm():
     command = [sys.executable, "-m", "tests.gpu.norm_layouts"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert json.loads(result.stdout) == {"cases": 48, "others": []}
+    assert json.loads(result.stdout) == {"cases": 96, "others": []}
 
 
 @pytest.mark.slow

@@ -149,7 +149,10 @@ class ExpertOps(Protocol):
         ...
 
     def row_products(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply each row of `a` by the same row of `b`, float32 [N, C]: the sums [N]."""
+        """Return the sum of products of each row of `a` and the same row of `b`, [N].
+
+        Both are float32 [N, C].
+        """
         ...
 
     def choices(self, ids: Tensor, count: int) -> Choices:
@@ -169,7 +172,8 @@ class ExpertOps(Protocol):
     ) -> Tensor:
         """Multiply each choice's row of x, [P, columns] of this dtype, by its expert's weight.
 
-        The result is float32 [P, rows]. `bias` has a number for each row of all weights.
+        The result is float32 [P, rows]. `bias` has a number for each row of all weights. Sums of
+        more than `GradientOps.most_added` products are not cut on a CPU.
         """
         ...
 

@@ -35,7 +35,7 @@ from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.scaling import scaled
 from nano_inference.sampling.tensors import SamplingBatch
 
-VERSION = 3  # raised whenever any bit of the results may change
+VERSION = 4  # raised whenever any bit of the results may change
 # rows whose logits are in memory together if only one logprob per row is needed
 SCORE_TILE = 1024
 

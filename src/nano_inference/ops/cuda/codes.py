@@ -93,9 +93,7 @@ def decoded(codes, DTYPE: tl.constexpr, CODES: tl.constexpr):
     """Return int8 codes as exact numbers of DTYPE: the numbers that `scale_of` belongs to. Plain
     numbers are converted.
     """
-    if CODES == PLAIN:
-        return codes.to(DTYPE)
-    if CODES == INT8:
+    if CODES == PLAIN or CODES == INT8:
         return codes.to(DTYPE)
     if CODES == FP8:
         return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)

@@ -41,8 +41,9 @@ the weight is requested before the wait, and a step writes no weight.
 Weights in FP8 are decoded in registers, and `few_whole_rows.py` multiplies by weights in int8.
 
 Rounding matches the plain operations: the normed row to the norm's dtype, the float32 sum of a
-product with its bias to the weight's dtype, then gate or addition. The cut of a weight depends only
-on its shape and dtype.
+product with its bias to the weight's dtype, then gate or addition. The cut of a plain weight
+depends only on its shape and dtype. That of a weight in FP8 also depends on whether there is more
+than one row, as does the norm before a weight in int8.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false

@@ -163,10 +163,11 @@ def _widest(weight: QuantisedWeight) -> int:
 
 def normed_codes(residual: Tensor, norm: Norm, weight: QuantisedWeight) -> tuple[Tensor, Tensor]:
     """Norm rows [N, K] of the residual stream as `rms_norm` does, and round them as
-    `quantised_rows` does. Take one launch if the weight has one segment and 16 bits.
+    `quantised_rows` does. Take one launch if the weight has one segment and 16 bits, and rows have
+    a multiple of 8 columns.
     """
     rows, width = residual.shape
-    alike = norm.dtype.itemsize == 2 and width <= MOST_NORMED
+    alike = norm.dtype.itemsize == 2 and width <= MOST_NORMED and width % 8 == 0
     if norm.dtype != weight.dtype or len(weight.bounds) > 2 or not alike:
         return quantised_rows(rms_norm(None, residual, norm)[0], weight)
     codes, scales = codes_of(rows, weight)
