@@ -26,6 +26,13 @@ ROW_BY_ROW = (
     "gradients of rows",
     "gradients of experts",
 )  # called with several row counts
+# call, shape and architecture of kernels that spill: float32 is for comparisons
+SPILL = {
+    ("adapters", "Qwen3-0.6B fp32", 100),
+    ("attention, float32", "Qwen3-0.6B fp32", 80),
+    *(("attention, float32", "Gemma-3-270m fp32", arch) for arch in (80, 90, 100)),
+    ("attention, latents, float32", "DeepSeek-V3 fp32", 100),
+}
 
 
 def compiled(path: Path, *options: str) -> list[dict]:
@@ -38,9 +45,9 @@ def compiled(path: Path, *options: str) -> list[dict]:
 
 def check(kernels: list[dict], calls: list[str]) -> None:
     assert [name for name in calls if name not in {k["call"] for k in kernels}] == []
-    # float32 is for comparisons, and a few of its kernels spill on sm_80 and sm_100: docs/gpu.md.
-    for_speed = [k for k in kernels if not ("fp32" in k["shape"] and k["arch"] != 90)]
-    assert [k for k in for_speed if k["stack"] + k["local"]] == []
+    spill = {(k["call"], k["shape"], k["arch"]) for k in kernels if k["stack"] + k["local"]}
+    archs = {k["arch"] for k in kernels}
+    assert spill == {row for row in SPILL if row[0] in calls and row[2] in archs}
     assert [k for k in kernels if k["fuses"]] == [], "ops/cuda/__init__.py: without contraction"
     of_trunk = [k for k in kernels if "overlapping" in k["call"] and "quantise" not in k["kernel"]]
     products = [k for k in of_trunk if k["constants"].get("K")]
