@@ -174,20 +174,20 @@ def test_backward_uses_the_experts_of_the_engine(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_gradients_equal_transformers_with_the_same_experts(
-    folder: Path, routed: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    folder: Path, routed: list[Tensor], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare in float32 at the rounded weights. With its own choices, transformers has other
-    gradients.
+    """Compare gradients of the kernels and of torch, in float32 at the rounded weights. With its
+    own choices, transformers has other gradients.
     """
     from transformers import AutoModelForCausalLM
 
-    with build(folder, dtype="bfloat16", **MIXED) as engine:
+    with build(folder, dtype="bfloat16", **(MIXED | {"backend": backend})) as engine:
         expected = engine_routes(engine, routed, SEQUENCES)
-        grads = gradients(
-            PolicyModel(engine, micro_batch_tokens=64, gradient_dtype=torch.float32),
-            temperature=0.8,
-        )
+        model = PolicyModel(engine, micro_batch_tokens=64, gradient_dtype=torch.float32)
+        assert model.gradients == ("torch" if backend == "reference" else "kernels")
+        grads = gradients(model, temperature=0.8)
     oracle: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     freely = oracle_gradients(oracle, grads, SEQUENCES, 0.8)
     oracle.zero_grad()
