@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.mutants.table import FAULTS, Fault
 
-SECONDS = 400  # per fault; a timeout counts as a failure
+SECONDS = 400  # per fault; tests that take longer did not notice it
 RED = 1  # pytest's exit code for failed tests; others mean that the tests did not run
 
 
@@ -99,7 +99,7 @@ def turns_red(root: Path, fault: Fault, tier: str = "all") -> bool:
             )
             caught, how = done.returncode == RED, _last_failure(done.stdout)
         except subprocess.TimeoutExpired:
-            caught, how = True, f"no end within {SECONDS} s"
+            caught, how = False, f"no end within {SECONDS} s; give the test a deadline"
     verdict = "red" if caught else "GREEN OR BROKEN"
     print(f"{verdict:<16} {fault.name} ({time.perf_counter() - began:.0f} s): {how}", flush=True)
     return caught

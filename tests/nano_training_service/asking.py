@@ -1,6 +1,7 @@
 """A minimal client of the service's API, for tests without `tinker`."""
 
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -8,6 +9,7 @@ import httpx
 import numpy as np
 
 PREFIX = "/api/v1"
+SECONDS = 120  # for a result, which takes a few
 Inputs = Mapping[str, Any]
 
 
@@ -138,13 +140,15 @@ class Asker:
 
     def result(self, request_id: str) -> Any:
         """Wait for the result: a mapping, which may hold `error`, or bytes."""
-        while True:
+        until = time.monotonic() + SECONDS
+        while time.monotonic() < until:
             answer = self.http.post("/retrieve_future", json={"request_id": request_id})
             if answer.headers["content-type"] == "application/x-protobuf":
                 return answer.content
             found = _json(answer)
             if found.get("type") != "try_again":
                 return found
+        raise TimeoutError(f"request {request_id} has no result after {SECONDS} s.")
 
     def create(self, number: int = 0, base_model: str = "bigrams", **lora: Any) -> Any:
         """Create a model and return the result."""
