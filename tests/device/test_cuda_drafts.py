@@ -154,7 +154,7 @@ def test_taps_are_counted_at_fixed_addresses(tmp_path: Path) -> None:
         assert torch.equal(taps.rows(1), expected[:1]) or rows > 4
 
 
-@pytest.mark.thorough(but=["eagle"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_of_the_kernels_change_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

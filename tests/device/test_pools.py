@@ -49,6 +49,7 @@ shapes = st.lists(st.lists(st.integers(0, 90), min_size=1, max_size=3), min_size
 # -- a pool ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @settings(
     max_examples=at_depth(30),
     deadline=None,

@@ -145,6 +145,7 @@ def test_kernel_sets_match_the_build_of_an_engine() -> None:
         assert (best_instruction_set(), dtype) in builds
 
 
+@pytest.mark.thorough
 def test_info_selftest_prints_one_line_per_set() -> None:
     result = CliRunner().invoke(app, ["info", "--selftest"])
     assert result.exit_code == 0, result.output

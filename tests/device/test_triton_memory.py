@@ -166,6 +166,7 @@ def small(folder: Path, **options: Any) -> EngineConfig:
     return EngineConfig(model_path=str(folder), device="cpu", backend="cuda", **(sizes | options))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("not_run")
 @pytest.mark.parametrize("pooled", [False, True])
 def test_engine_plan_uses_measured_memory(folder: Path, pooled: bool) -> None:
@@ -254,6 +255,7 @@ def test_windows_are_measured(tmp_path: Path) -> None:
     assert budget.max_model_len == 24
 
 
+@pytest.mark.thorough
 def test_kernel_failure_at_full_size_names_the_kernel(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

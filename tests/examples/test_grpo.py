@@ -127,6 +127,7 @@ def test_runs_under_different_options_reach_the_same_checkpoint(model: str) -> N
     assert other.sha256 != roomy.sha256  # so the hash covers trained values
 
 
+@pytest.mark.thorough
 def test_adapter_runs_reach_the_same_checkpoint(model: str) -> None:
     lora = {"lora": {"rank": 4, "alpha": 32.0}, "optimizer": {"learning_rate": 0.02}}
     roomy, tight = (run(model, options, steps=8, **lora) for options in (ROOMY, TIGHT))

@@ -28,6 +28,7 @@ def run(module: str, *options: str, **environment: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_serving_compiles_no_kernel_after_the_start() -> None:
     report = json.loads(run("kernel_sets"))
     for name, least in (("training", 15), ("training experts", 25)):
@@ -40,6 +41,7 @@ def test_serving_compiles_no_kernel_after_the_start() -> None:
         assert kernels["later"] == [], name
 
 
+@pytest.mark.thorough
 def test_precompile_fills_the_cache_that_triton_reads(tmp_path: Path) -> None:
     counts: list[dict[Path, int]] = []
     for _ in range(2):

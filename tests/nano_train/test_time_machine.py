@@ -221,6 +221,7 @@ def test_sft_learns_the_answers_and_repeats(tmp_path: Path) -> None:
     assert repeat(run, 9) is None
 
 
+@pytest.mark.thorough
 def test_distillation_approaches_the_teacher_and_repeats(tmp_path: Path) -> None:
     from tests.models.tiny import tiny_llama
 
@@ -232,6 +233,7 @@ def test_distillation_approaches_the_teacher_and_repeats(tmp_path: Path) -> None
     assert repeat(run, 9) is None
 
 
+@pytest.mark.thorough(but=["rloo"])
 @pytest.mark.parametrize("method", ["dr-grpo", "dapo", "rloo", "gspo"])
 def test_method_trains_and_repeats(tmp_path: Path, method: str) -> None:
     file = tiny_run(tmp_path, steps=3, method=method)

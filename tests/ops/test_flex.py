@@ -390,6 +390,7 @@ def test_unsupported_value_is_rejected(change: dict[str, object], named: str) ->
         build(**change)
 
 
+@pytest.mark.thorough
 def test_incorrect_kernels_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault reads one slot too many. torch's AVX2 kernel with blocks of 8 slots has a larger
     error.

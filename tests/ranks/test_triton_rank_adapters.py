@@ -84,7 +84,7 @@ def life(engine: InferenceEngine, folder: Path) -> list[TrainingSample]:
     return [*samples, *drain(engine)]
 
 
-@pytest.mark.thorough(cases=["mesh0"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
 def test_adapters_on_ranks_match_the_reference(
     folder: Path, mesh: dict[str, int], runners: list[CudaRunner]

@@ -210,6 +210,7 @@ def repeated(batch: SamplingBatch, num: int) -> SamplingBatch:
     return replace(batch, **many)
 
 
+@pytest.mark.thorough
 def test_draws_follow_the_distribution_over_a_million_samples(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:

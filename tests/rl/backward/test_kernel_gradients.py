@@ -75,6 +75,7 @@ def test_gradients_of_experts_equal_torch(
         assert float((ours[name] - theirs[name]).norm() / theirs[name].norm()) < 2e-5, name
 
 
+@pytest.mark.thorough
 @DTYPES
 def test_instruction_sets_agree_on_gradients_of_experts(tmp_path: Path, dtype: str) -> None:
     case = CASES["qwen2-moe"]  # a shared expert with a gate
