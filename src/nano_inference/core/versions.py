@@ -84,9 +84,9 @@ def change_adapter(
     """
     old = sequences.adapters.get(adapter.name)
     sequences.adapters[adapter.name] = adapter
-    begun_with = set(of_adapter(sequences, adapter.name))
     if old is None:
         return
+    begun_with = set(of_adapter(sequences, adapter.name))
     follow = [
         seq
         for seq in sequences.by_id.values()
