@@ -1172,6 +1172,13 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/rl/test_expert_routes.py -k with_the_same_experts",
     ),
     Fault(
+        "rows_of_other_experts_are_shared",
+        "src/nano_inference/rl/micro_batch.py",
+        old="    return list(zip(ids, chosen, strict=True)), routes",
+        new='    return [(token_id, b"") for token_id in ids], routes',
+        seen_by="tests/rl/test_expert_routes.py -k not_shared",
+    ),
+    Fault(
         "recomputed_layer_begins_with_its_output",
         "src/nano_inference/rl/backward/decoder.py",
         old="states.append(state if keeps else before)",

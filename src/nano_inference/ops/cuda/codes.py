@@ -93,10 +93,10 @@ def decoded(codes, DTYPE: tl.constexpr, CODES: tl.constexpr):
     """Return int8 codes as exact numbers of DTYPE: the numbers that `scale_of` belongs to. Plain
     numbers are converted.
     """
-    if CODES == PLAIN or CODES == INT8:
-        return codes.to(DTYPE)
     if CODES == FP8:
         return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    if CODES != FP8_SHIFTED:
+        return codes.to(DTYPE)
     bits = codes.to(tl.int16)
     return ((bits & 0x7F) << 7 | (bits & 0x80) << 8).to(tl.float16, bitcast=True).to(DTYPE)
 
