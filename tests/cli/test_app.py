@@ -115,7 +115,6 @@ def test_help_shows_common_options_and_help_all_every_option(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "250")
-    monkeypatch.setenv("TERMINAL_WIDTH", "250")
     short, whole = run(name, "--help"), run(name, "--help-all")
     assert (short.exit_code, whole.exit_code) == (0, 0)
     flags = {param.opts[0] for param in load_command(name).params if param.opts[0].startswith("-")}

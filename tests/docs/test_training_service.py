@@ -41,7 +41,8 @@ def test_program_runs(tmp_path: Path) -> None:
     assert list((tmp_path / "state").glob("runs/*/weights/after-3/adapter_config.json"))
 
 
-def test_options_named_by_the_page_exist() -> None:
+def test_options_named_by_the_page_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "250")  # a narrow terminal shortens names
     known = run("train-service", "--help").output
     named = set(re.findall(r"--[a-z-]+[a-z]", TEXT))
     assert {"--state-dir", "--request-timeout"} <= named
