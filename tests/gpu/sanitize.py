@@ -78,16 +78,17 @@ REQUESTS = (
 
 
 # Half of the cases hold codes of 8 bits in the weights and, if the family can, in the cache: int8
-# with `batch_invariant`, and FP8 without it in the other families.
+# with `batch_invariant`, and FP8 without it in these families.
+IN_FP8 = ("gemma3", "gemma4", "qwen3_5")
 PLAIN_KEYS = ("gemma4", "deepseek-v3")
 
 
 def codes_of(family: str, batch_invariant: bool) -> dict[str, Any]:
     """Return the formats of a case's weights and keys."""
-    in_int8 = list(MODELS).index(family) % 2 == 0
-    if in_int8 != batch_invariant:
+    in_fp8 = family in IN_FP8
+    if in_fp8 == batch_invariant:
         return {}
-    codes = {"quantization": "int8" if in_int8 else "fp8"}
+    codes = {"quantization": "fp8" if in_fp8 else "int8"}
     return codes | ({} if family in PLAIN_KEYS else {"kv_cache_dtype": "fp8"})
 
 
@@ -121,7 +122,8 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
                 poison(engine)
                 engine.step()
                 steps += 1
-            train(engine)
+            if engine.spec.state is None:  # otherwise there are no gradients
+                train(engine)
             return steps
 
 
@@ -147,7 +149,7 @@ def cases_of(dry_run: bool) -> list[Case]:
     """
     if dry_run:
         return [
-            Case(family, "float32", exact) for family, exact in (("qwen3", False), ("gemma3", True))
+            Case(family, "float32", exact) for family, exact in (("qwen3", True), ("gemma3", False))
         ]
     families = list(MODELS)
     return [
